@@ -1,0 +1,106 @@
+"""Checkpoints: the whole state, the position in the data and the options, saved while training goes on.
+
+A checkpoint appears under its final name only when it is complete, so a killed process leaves none that is half
+written.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+
+from cnnjax.config import UsageError
+
+logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax reports every save in several lines of its own
+
+
+class Checkpoints:
+    """The checkpoints of one run, by step: the newest few and the best.
+
+    Best is the highest ``val_accuracy`` given to `save`; checkpoints saved without one cannot be best.
+    """
+
+    def __init__(self, directory: Path, keep: int):
+        """Opens, or creates, the folder; what a killed process left half written is removed.
+
+        Args:
+            directory: Folder of the checkpoints, one subfolder a step.
+            keep: Newest checkpoints that stay.
+        """
+        best = BestN(get_metric_fn=lambda m: m["val_accuracy"], n=1, keep_checkpoints_without_metrics=False)
+        self.directory = Path(directory).absolute()
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=AnyPreservationPolicy([LatestN(keep), best]), cleanup_tmp_directories=True
+            ),
+            item_names=("state", "position", "config"),
+        )
+
+    def save(self, step: int, state: Any, position: dict, config: dict, val_accuracy: float | None = None) -> None:
+        """Starts to save; training may go on, and donate ``state``, at once. A step that is there stays as it is."""
+        if step in self._manager.all_steps():
+            return
+        # On a CPU, host and device memory are one: without a copy the next step would overwrite what is being written.
+        state = jax.tree.map(jnp.copy, state)
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state),
+                position=ocp.args.JsonSave(position),
+                config=ocp.args.JsonSave(config),
+            ),
+            metrics=None if val_accuracy is None else {"val_accuracy": val_accuracy},
+        )
+
+    def newest(self) -> int | None:
+        """Step of the newest complete checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def best(self) -> int | None:
+        """Step of the checkpoint with the highest ``val_accuracy``, or None."""
+        rated = {}
+        for step in self._manager.all_steps():
+            path = self.directory / str(step) / "metrics" / "metrics"
+            if path.exists():
+                rated[step] = json.loads(path.read_text())["val_accuracy"]
+        return max(rated, key=lambda step: (rated[step], step)) if rated else None
+
+    def restore(self, step: int, abstract_state: Any, shardings: Any) -> tuple[Any, dict]:
+        """Reads a checkpoint onto the given shardings, which may differ from those that it was saved with.
+
+        Args:
+            step: As `newest` or `best` gives it.
+            abstract_state: Tree of `jax.ShapeDtypeStruct`.
+            shardings: Tree of shardings like it.
+
+        Returns:
+            State and position.
+
+        Raises:
+            UsageError: If the checkpoint is damaged, or of another network or optimiser.
+        """
+        target = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state, shardings)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(target), position=ocp.args.JsonRestore())
+        try:
+            restored = self._manager.restore(step, args=args)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            raise UsageError(
+                f"{self.directory / str(step)}: this checkpoint cannot be read ({reason}); "
+                "delete its folder to continue from the one before"
+            ) from error
+        return restored["state"], restored["position"]
+
+    def wait(self) -> None:
+        """Returns when every started save is complete."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits and releases the folder."""
+        self._manager.close()

@@ -1,0 +1,187 @@
+"""Every option of a training run, as one frozen dataclass that is also the command line and ``config.json``.
+
+Imports only the standard library, so that ``--help`` starts nothing.
+"""
+
+import dataclasses
+import json
+import re
+from typing import Any, Literal
+
+
+class UsageError(ValueError):
+    """A mistake in what the user asked for, found after the run has started: one line, no traceback."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Options of one training run. Some defaults depend on the data set that is found; ``config.json`` has the result."""
+
+    preset: str = "default"
+    """Named set of defaults, which the other flags override; see above."""
+    network: str = "cifar10_slim"
+    """Name of the network; `python -m cnnjax.networks` lists them."""
+    data: str | None = None
+    """Data set: a file, folder or .tar.gz; READER:PATH (cifar10:, cifar100:, idx:); or cifar10, cifar100, mnist,
+    digits. Default: $CNNJAX_DATA, then data/downloads/, then a download, then the shipped digits."""
+    mesh: str = "data=1"
+    """Device layout, AXIS=SIZE; data splits each batch over SIZE devices, -1 takes all. On a host with only CPUs,
+    enough fake devices are made."""
+    strategy: Literal["jit"] = "jit"
+    """How the step is spread over the mesh: jit lets the compiler partition it."""
+
+    batch_size: int = 128
+    """Images a step, over all devices together."""
+    epochs: int | None = None
+    """Passes over the training images."""
+    steps: int | None = None
+    """Ends the run after this many steps, epochs or not; the learning rate schedule still spans the epochs."""
+    seed: int = 0
+    """Decides initial weights, the order of images, augmentation and dropout."""
+    validation_split: float = 0.0
+    """Share of the training images held out for val_loss and val_accuracy; 0 uses the test set for them."""
+    classes: int | None = None
+    """Outputs of the network. Default: the classes of the data set."""
+
+    optimizer: Literal["sgd", "momentum", "nesterov", "adam", "adamw"] = "nesterov"
+    """Update rule."""
+    lr: float = 0.05
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """Momentum of momentum and nesterov."""
+    b1: float = 0.9
+    """Adam's decay a step of the mean of gradients."""
+    b2: float = 0.999
+    """Adam's decay a step of the mean of squared gradients."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    schedule: Literal["constant", "cosine", "exponential", "time"] = "cosine"
+    """Learning rate over the run: cosine to 0; exponential: times --decay-rate every --decay-epochs; time:
+    lr / (1 + time-decay * step)."""
+    warmup_epochs: float = 0.0
+    """Epochs in which the learning rate rises linearly from 0."""
+    decay_epochs: float = 350.0
+    """Epochs between two decays of the exponential schedule."""
+    decay_rate: float = 0.1
+    """Factor of the exponential schedule."""
+    time_decay: float = 1e-6
+    """Decay a step of the time schedule."""
+    staircase: bool = True
+    """Whether the exponential schedule decays in jumps."""
+    weight_decay: float = 0.0
+    """Weight decay of kernels."""
+    weight_decay_kind: Literal["decoupled", "loss"] = "decoupled"
+    """decoupled shrinks kernels by lr * weight_decay a step; loss adds weight_decay / 2 * sum of squares to the loss."""
+    label_smoothing: float = 0.0
+    """Share of each label that is spread evenly over all classes."""
+    ema: float = 0.0
+    """Decay a step of the moving average of the parameters that evaluation then uses; 0 is off."""
+
+    scaling: Literal["none", "unit", "standardize", "per_image", "minmax"] = "standardize"
+    """Input scaling: none (0-255), unit (0-1), standardize (mean and deviation of the training images, per channel),
+    per_image (each image by its own mean and deviation), minmax (each image to 0-1)."""
+    flip: Literal["auto", "on", "off"] = "auto"
+    """Mirror training images left-right, each with probability 1/2; auto is on for CIFAR and off elsewhere."""
+    crop_padding: int | None = None
+    """Random crop after padding training images with this many pixels of 0 on each side. Default: chosen for the
+    data set; 0 is off."""
+    crop_to: int | None = None
+    """Random crop of training images to this side length, in pixels; evaluation takes the centre."""
+    brightness: float = 0.0
+    """Random brightness: adds up to +- this much, in pixel units (0-255)."""
+    contrast: tuple[float, float] | None = None
+    """Random contrast: factor between these two bounds, around each channel's mean."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type that convolutions and dense layers compute in; parameters stay float32."""
+    x64: bool = False
+    """Compute everything in float64, to tell rounding from mistakes."""
+
+    eval_every: int = 1
+    """Epochs between evaluations; the last epoch is always evaluated."""
+    checkpoint_every: str = "1epoch"
+    """Steps (a number) or epochs (such as 2epochs) between checkpoints; 0 for none but the last."""
+    keep: int = 3
+    """Newest checkpoints kept, beside the one with the best val_accuracy."""
+    run_dir: str | None = None
+    """Folder of everything that the run writes. Default: runs/EXPERIMENT-TIME."""
+    resume: bool = False
+    """Continue the run in --run-dir from its newest complete checkpoint, or from its start where there is none;
+    options not given again are those of that run."""
+    overwrite: bool = False
+    """Delete the run in --run-dir first."""
+    log_every: int = 10
+    """Steps between lines of steps.jsonl."""
+    log_style: Literal["cnnjax", "tensorflow"] = "cnnjax"
+    """tensorflow also prints 'step N, loss = x, Train accuracy = y' for each logged step."""
+    quiet: bool = False
+    """Print only warnings and errors; run.log has the rest."""
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, field: str, allowed: str) -> None:
+            if not ok:
+                raise ValueError(f"{flag(field)} is {getattr(self, field)}; allowed: {allowed}")
+
+        at_least_one = ("batch_size", "epochs", "steps", "classes", "crop_to", "eval_every", "keep", "log_every")
+        for field in at_least_one:
+            need(getattr(self, field) is None or getattr(self, field) >= 1, field, "1 or more")
+        for field in ("warmup_epochs", "time_decay", "weight_decay", "brightness"):
+            need(0 <= getattr(self, field) < float("inf"), field, "0 or more")
+        for field in ("momentum", "b1", "b2", "label_smoothing", "ema", "validation_split"):
+            need(0 <= getattr(self, field) < 1, field, "from 0 to below 1")
+        for field in ("lr", "eps", "decay_epochs"):
+            need(0 < getattr(self, field) < float("inf"), field, "above 0")
+        need(0 <= self.seed < 2**32, "seed", "0 to 4294967295")
+        need(0 <= self.decay_rate <= 1, "decay_rate", "from 0 to 1")
+        need(self.crop_padding is None or self.crop_padding >= 0, "crop_padding", "0 or more")
+        need(self.contrast is None or 0 <= self.contrast[0] <= self.contrast[1], "contrast", "0 <= LOW <= HIGH")
+        need(not (self.x64 and self.dtype != "float32"), "dtype", "float32 together with --x64")
+        need(not (self.resume and self.overwrite), "overwrite", "not together with --resume")
+        parse_interval(self.checkpoint_every)
+
+    def to_json(self) -> str:
+        """The options as a JSON object."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> "TrainConfig":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: If the text is not such an object; names ``source``.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            known = {field.name for field in dataclasses.fields(cls)}
+            if unknown := sorted(set(values) - known):
+                raise ValueError(f"unknown options {', '.join(unknown)}")
+            if values.get("contrast") is not None:
+                values["contrast"] = tuple(values["contrast"])
+            return cls(**values)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{source}: not the options of a run: {error}") from None
+
+
+# Options that decide the numbers of a run: a resumed run must keep them.
+FIXED_ON_RESUME = (
+    *("network", "batch_size", "seed", "validation_split", "classes", "optimizer", "lr", "momentum"),
+    *("b1", "b2", "eps", "schedule", "warmup_epochs", "decay_epochs", "decay_rate", "time_decay", "staircase"),
+    *("weight_decay", "weight_decay_kind"),
+    *("label_smoothing", "ema", "scaling", "flip", "crop_padding", "crop_to", "brightness", "contrast", "dtype", "x64"),
+)
+
+
+def flag(field: str) -> str:
+    """The command line flag of a field."""
+    return "--" + field.replace("_", "-")
+
+
+def parse_interval(text: str) -> tuple[int, str]:
+    """Reads ``10`` into ``(10, "steps")`` and ``2epochs`` into ``(2, "epochs")``.
+
+    Raises:
+        ValueError: If the text is neither.
+    """
+    match = re.fullmatch(r"(\d+)(steps?|epochs?)?", text)
+    if match is None:
+        raise ValueError(f"--checkpoint-every is {text!r}; allowed: a number of steps, or of epochs as in 2epochs")
+    return int(match[1]), "epochs" if (match[2] or "").startswith("epoch") else "steps"

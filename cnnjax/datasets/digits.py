@@ -1,0 +1,66 @@
+"""The 1,797 handwritten digits that come with the code, so that everything runs without a download."""
+
+from pathlib import Path
+
+import numpy as np
+
+from cnnjax.datasets.base import Dataset, Splits
+from cnnjax.datasets.csv import read_labelled
+from cnnjax.datasets.files import DATA
+
+_MAX_VALUE = 16
+
+
+def load_digits(image_shape: tuple[int, int, int] = (32, 32, 3), folder: Path = DATA) -> Splits:
+    """The shipped digits, scaled to 0..255 and resized.
+
+    Args:
+        image_shape: Height, width and channels of the images; every channel is the same.
+        folder: Where ``train.csv`` and ``test.csv`` lie.
+
+    Returns:
+        1,438 training and 359 test images, uint8 ``[N, *image_shape]``.
+
+    Raises:
+        FileNotFoundError: If the shipped files are not there.
+        ValueError: If ``image_shape`` is not three positive numbers.
+    """
+    if len(image_shape) != 3 or min(image_shape) < 1:
+        raise ValueError(f"image shape {image_shape}; expected height, width and channels, each at least 1")
+    return Splits(_load(folder / "train.csv", image_shape), _load(folder / "test.csv", image_shape))
+
+
+def _load(path: Path, image_shape: tuple[int, int, int]) -> Dataset:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected the digits shipped with cnnjax in {path.parent}")
+    digits = read_labelled(path, "digits", _MAX_VALUE)
+    height, width, channels = image_shape
+    grey_NHW = resize(digits.images_NHWC[..., 0] * np.float32(255 / _MAX_VALUE), height, width)
+    grey_NHWC = np.rint(grey_NHW).astype(np.uint8)[..., np.newaxis]
+    return Dataset("digits", np.repeat(grey_NHWC, channels, axis=-1), digits.labels_N, digits.class_names, str(path))
+
+
+def resize(images_NHW: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Bilinear resize with half-pixel centres; shrinking averages, as ``jax.image.resize`` and Pillow do.
+
+    Args:
+        images_NHW: Grey images.
+        height: New height.
+        width: New width.
+
+    Returns:
+        float32 ``[N, height, width]``.
+    """
+    rows = _weights(images_NHW.shape[1], height)
+    columns = _weights(images_NHW.shape[2], width)
+    return rows @ images_NHW.astype(np.float32) @ columns.T
+
+
+def _weights(old: int, new: int) -> np.ndarray:
+    """How much each of ``old`` pixels counts for each of ``new`` ones, ``[new, old]``."""
+    scale = old / new
+    centres = (np.arange(new) + 0.5) * scale - 0.5
+    distances = np.abs(centres[:, np.newaxis] - np.arange(old)) / max(scale, 1)
+    weights = np.maximum(0, 1 - distances)
+    # At the edge the triangle reaches outside the image; what is left there counts in full.
+    return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)

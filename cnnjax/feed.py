@@ -1,0 +1,90 @@
+"""Batches from host memory to the devices, one step ahead of the compute."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from cnnjax import partition
+from cnnjax.datasets.base import Dataset
+from cnnjax.datasets.order import BatchIndices
+
+
+class Feed:
+    """Iterates over device batches that a thread gathers and sends ahead.
+
+    Iterating yields ``{"image", "label", "weight", "index"}`` with rows split over the mesh; where the batch does not
+    divide, rows of weight 0 fill it up. Use it as a context manager: leaving stops the thread.
+
+    Attributes:
+        waited_s: Seconds that the consumer has waited for a batch so far.
+    """
+
+    def __init__(self, dataset: Dataset, batches: Iterable[BatchIndices], mesh: Mesh, depth: int = 2):
+        """Starts gathering.
+
+        Args:
+            dataset: Images and labels that the indices refer to.
+            batches: What to send, in this order.
+            mesh: Where to send it.
+            depth: Batches that may wait on the devices, beyond the one in use.
+        """
+        self.waited_s = 0.0
+        self._dataset, self._batches, self._mesh = dataset, batches, mesh
+        self._sharding = partition.batch_sharding(mesh)
+        self._ready: queue.Queue = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send, name="feed", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Feed":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[dict[str, jax.Array]]:
+        while True:
+            start = time.perf_counter()
+            batch = self._ready.get()
+            self.waited_s += time.perf_counter() - start
+            if batch is None:
+                return
+            if isinstance(batch, BaseException):
+                raise batch
+            yield batch
+
+    def _send(self) -> None:
+        try:
+            for indices in self._batches:
+                if not self._put(jax.device_put(gather(self._dataset, indices, self._mesh), self._sharding)):
+                    return
+            self._put(None)
+        except BaseException as error:  # whatever it is, the consumer must hear of it instead of waiting for ever
+            self._put(error)
+
+    def _put(self, item: object) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+def gather(dataset: Dataset, indices: BatchIndices, mesh: Mesh) -> dict[str, np.ndarray]:
+    """One batch in host memory, its rows filled up to a multiple of the devices that split it."""
+    missing = partition.batch_rows(mesh, len(indices.index)) - len(indices.index)
+    index_B = np.pad(indices.index, (0, missing), mode="edge")
+    return {
+        "image": dataset.images_NHWC[index_B],
+        "label": dataset.labels_N[index_B],
+        "weight": np.pad(indices.weight, (0, missing)),
+        "index": index_B,
+    }

@@ -1,0 +1,359 @@
+"""`fit`: the only place that iterates, times, logs and decides when to evaluate, save and stop."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from cnnjax import metrics, partition
+from cnnjax.checkpoint import Checkpoints
+from cnnjax.config import TrainConfig, UsageError, parse_interval
+from cnnjax.console import Console
+from cnnjax.datasets.base import Dataset
+from cnnjax.datasets.order import batches, epoch_order, num_batches
+from cnnjax.feed import Feed
+from cnnjax.metrics import Sums
+from cnnjax.rundir import RunDirectory
+from cnnjax.step import Steps, TrainState
+
+
+class NotFinite(Exception):
+    """The loss or the gradients stopped being numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        step: Updates done.
+        accuracy: On the test set, or where there is none on the validation images; None where a signal came first.
+        stopped_by: The signal that ended the run early, or None.
+    """
+
+    step: int
+    accuracy: float | None = None
+    stopped_by: signal.Signals | None = None
+
+
+@dataclasses.dataclass
+class Position:
+    """How far a run is: ``batch`` batches of ``epoch`` (from 0) are done, with these sums."""
+
+    epoch: int = 0
+    batch: int = 0
+    learning_rate: float = 0.0  # of the last step
+    sums: Sums = dataclasses.field(default_factory=Sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Sums and predicted classes over one data set, and the seconds that it took."""
+
+    sums: Sums
+    predicted_N: np.ndarray
+    seconds: float
+
+
+class Fit:
+    """One training run. `run` does it all; the other methods are its parts, in the order in which they act."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        mesh: Mesh,
+        train: Dataset,
+        validation: Dataset,
+        test: Dataset | None,
+        config: TrainConfig,
+        folder: RunDirectory,
+        console: Console,
+    ):
+        """Prepares; nothing runs yet.
+
+        Args:
+            steps: The jitted step functions.
+            mesh: Their mesh.
+            train: Images to train on.
+            validation: Images behind ``val_loss`` and ``val_accuracy``.
+            test: Images behind ``predictions.csv``, evaluated once at the end; may be ``validation`` itself, which
+                also serves where it is None.
+            config: Options, with ``epochs`` set.
+            folder: Where the run is written.
+            console: Where it is shown.
+        """
+        if config.epochs is None:
+            raise ValueError("config.epochs is None; fit needs a number of epochs")
+        self.steps, self.mesh = steps, mesh
+        self.train, self.validation, self.test = train, validation, validation if test is None else test
+        self.config, self.folder, self.console = config, folder, console
+        self.has_test = test is not None
+        self.epochs = config.epochs
+        self.epoch_batches = num_batches(len(train), config.batch_size)
+        self.total_steps = min(self.epochs * self.epoch_batches, config.steps or self.epochs * self.epoch_batches)
+        self.position = Position()
+        self.step = 0  # updates whose metrics are in position.sums
+        self.compile_s = self.trained_s = self.waited_s = 0.0  # of this process
+        self.signal: signal.Signals | None = None
+
+    def run(self) -> Result:
+        """Trains until the end, a signal, or a loss that is no number.
+
+        Raises:
+            NotFinite: If loss or gradients are NaN or infinite; the message names the step, the learning rate and the
+                last good checkpoint.
+            UsageError: If the checkpoint to resume from cannot be read or belongs to other data.
+        """
+        self.checkpoints = Checkpoints(self.folder.checkpoints, self.config.keep)
+        with contextlib.closing(self.checkpoints), self._signals():
+            state = self._first_state()
+            if self.step >= self.total_steps:
+                self.console.say(f"the run is complete already: {self.step} steps are done")
+            self.metrics_file = metrics.MetricsFile(self.folder.path / "metrics.csv", self.position.epoch)
+            self.steps_file = metrics.StepsFile(self.folder.path / "steps.jsonl", self.step)
+            with contextlib.closing(self.metrics_file), contextlib.closing(self.steps_file):
+                self._compile(state)
+                self.console.start(self.total_steps, self.step)
+                try:
+                    state, validated = self._epochs(state)
+                finally:
+                    self.console.stop()
+            return self._finish(state, validated)
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM asks the loop to save and stop; a second Ctrl-C interrupts at once."""
+
+        def ask(number: int, frame: object) -> None:
+            if self.signal is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal = signal.Signals(number)
+            os.write(2, f"{signal.Signals(number).name}: saving a checkpoint, then stopping\n".encode())
+
+        try:
+            before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not in the main thread, which alone receives signals
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"dataset": self.train.name, "samples": len(self.train)}
+
+    def _first_state(self) -> TrainState:
+        newest = self.checkpoints.newest() if self.config.resume else None
+        if newest is None:
+            return self.steps.init()
+        abstract = jax.eval_shape(self.steps.init)
+        state, saved = self.checkpoints.restore(newest, abstract, self.steps.state_shardings)
+        if (was := saved["data"]) != (now := self._identity()):
+            raise UsageError(
+                f"--resume {self.folder.path}: the run trains on {was['samples']} images of {was['dataset']}, "
+                f"but --data gives {now['samples']} of {now['dataset']}"
+            )
+        self.step = newest
+        del saved["data"]
+        self.position = Position(**saved | {"sums": Sums(**saved["sums"])})
+        self.console.say(f"resumed from step {newest} (epoch {self.position.epoch + 1})")
+        return state
+
+    def _compile(self, state: TrainState) -> None:
+        """Compiles both steps ahead, so that no epoch's time holds a compilation."""
+        start = time.perf_counter()
+        rows = partition.batch_rows(self.mesh, self.config.batch_size)
+
+        def abstract(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, *shape), dtype)
+
+        batch = {
+            "image": abstract(np.uint8, *self.train.image_shape),
+            "label": abstract(np.int32),
+            "weight": abstract(np.float32),
+            "index": abstract(np.int32),
+        }
+        self.train_step = self.steps.train.lower(state, batch).compile()
+        self.eval_step = self.steps.evaluate.lower(state, batch).compile()
+        self.compile_s = time.perf_counter() - start
+
+    # -- the epochs ---------------------------------------------------------------------------------------------------
+
+    def _epochs(self, state: TrainState) -> tuple[TrainState, Evaluation | None]:
+        """Trains and evaluates to the end of the run or to a signal; returns the evaluation made at the end."""
+        validated = None
+        every, unit = parse_interval(self.config.checkpoint_every)
+        while self.step < self.total_steps or self.position.batch:
+            state = self._train_epoch(state)
+            at_end, epoch_done = self.step >= self.total_steps, self.position.batch == self.epoch_batches
+            if not (at_end or epoch_done):
+                break  # a signal came
+            number = self.position.epoch + 1
+            validated = None
+            if at_end or number % self.config.eval_every == 0:
+                validated = self._evaluate(state, self.validation)
+                if validated is None:
+                    break  # a signal came; the checkpoint stands before this evaluation
+            self._write_epoch(validated)
+            if epoch_done:  # else --steps ended the run within the epoch, and more steps would go on from there
+                    self.position = Position(epoch=number, learning_rate=self.position.learning_rate)
+            due = every and (number if unit == "epochs" else self.step) % every == 0
+            if due or at_end:
+                self._save(state, validated)
+            if at_end or self.signal is not None:
+                break
+        return state, validated
+
+    def _train_epoch(self, state: TrainState) -> TrainState:
+        """Steps to the end of the epoch or of the run, or to a signal."""
+        config, position = self.config, self.position
+        every, unit = parse_interval(config.checkpoint_every)
+        order_N = epoch_order(config.seed, position.epoch, len(self.train))
+        last = min(self.epoch_batches, position.batch + self.total_steps - self.step)
+        start = time.perf_counter()
+        with Feed(self.train, batches(order_N, config.batch_size, start=position.batch), self.mesh) as feed:
+            running: Any = None
+            for batch in itertools.islice(feed, last - position.batch):
+                state, results = self.train_step(state, batch)
+                # Reading waits for the device, so the metrics of a step are read while the next one runs.
+                self._read(running)
+                running = results
+                done = position.batch + 1
+                if every and unit == "steps" and (self.step + 1) % every == 0 and done < self.epoch_batches:
+                    self._read(running)
+                    running = None
+                    self._clock(start, feed)
+                    self._save(state, None)
+                    start = time.perf_counter()
+                if self.signal is not None:
+                    break
+            self._read(running)
+            jax.block_until_ready(state)
+            self._clock(start, feed)
+        return state
+
+    def _read(self, results: Any) -> None:
+        """Waits for the metrics of the step after ``self.step`` and counts it as done."""
+        if results is None:
+            return
+        values = {name: float(value) for name, value in jax.device_get(results).items()}
+        self.position.learning_rate = float(f"{values['learning_rate']:.8g}")
+        step, loss = self.step + 1, values["loss"] / values["count"]
+        for name, value in (("loss", loss), ("norm of the gradients", values["grad_norm"])):
+            if not math.isfinite(value):
+                raise self._not_finite(step, name, value)
+        self.step, self.position.batch = step, self.position.batch + 1
+        self.position.sums.add(values)
+        accuracy = values["correct"] / values["count"]
+        if step % self.config.log_every == 0 or step == 1:
+            self.steps_file.write(step=step, loss=loss, accuracy=accuracy, learning_rate=self.position.learning_rate)
+            if self.config.log_style == "tensorflow":
+                self.console.say(f"step {step}, loss = {loss:.6f}, Train accuracy = {accuracy:.4f}")
+        self.console.progress(step, self.total_steps, self.position.epoch + 1, self.epochs, self._progress_text)
+
+    def _progress_text(self) -> str:
+        sums = self.position.sums
+        return f"loss {sums.mean_loss:.4f}  accuracy {sums.accuracy:.4f}"
+
+    def _not_finite(self, step: int, name: str, value: float) -> NotFinite:
+        self.checkpoints.wait()
+        newest = self.checkpoints.newest()
+        good = "there is no checkpoint yet" if newest is None else (
+            f"last good checkpoint: {self.folder.checkpoints / str(newest)}"
+        )  # fmt: skip
+        return NotFinite(f"stopped: the {name} is {value} at step {step} (learning rate {self.position.learning_rate}); {good}")
+
+    def _clock(self, start: float, feed: Feed) -> None:
+        """Adds the time since ``start`` to the epoch, and what the loop waited for data in it."""
+        seconds, waited = time.perf_counter() - start, feed.waited_s
+        feed.waited_s = 0.0
+        self.position.sums.train_s += seconds
+        self.trained_s += seconds
+        self.waited_s += waited
+
+    def _evaluate(self, state: TrainState, dataset: Dataset) -> Evaluation | None:
+        """Evaluates every image once; None if a signal came."""
+        start = time.perf_counter()
+        sums, predicted = Sums(), []
+        with Feed(dataset, batches(np.arange(len(dataset)), self.config.batch_size), self.mesh) as feed:
+            for batch in feed:
+                if self.signal is not None:
+                    return None
+                results = jax.device_get(self.eval_step(state, batch))
+                sums.add(results)
+                predicted.append(results["predicted"][: self.config.batch_size])
+        return Evaluation(sums, np.concatenate(predicted)[: len(dataset)], time.perf_counter() - start)
+
+    def _write_epoch(self, validated: Evaluation | None) -> None:
+        config, sums = self.config, self.position.sums
+        row = {
+            "network": config.network,
+            "dataset": self.train.name,
+            "framework": "jax",
+            "backend": jax.default_backend(),
+            "mesh": partition.describe(self.mesh),
+            "strategy": config.strategy,
+            "bn_scope": "global",
+            "dtype": "float64" if config.x64 else config.dtype,
+            "seed": config.seed,
+            "epoch": self.position.epoch + 1,
+            "step": self.step,
+            "loss": sums.mean_loss,
+            "accuracy": sums.accuracy,
+            "val_loss": validated and validated.sums.mean_loss,
+            "val_accuracy": validated and validated.sums.accuracy,
+            "learning_rate": self.position.learning_rate,
+            "compile_s": round(self.compile_s, 4),
+            "train_s": round(sums.train_s, 4),
+            "eval_s": validated and round(validated.seconds, 4),
+            "images_per_s": round(sums.count / sums.train_s, 1) if sums.train_s else None,
+        }
+        self.compile_s = 0.0  # belongs to the first row that this process writes
+        self.metrics_file.write(row)
+        values = f"loss {row['loss']:.4f}  accuracy {row['accuracy']:.4f}"
+        if validated is not None:
+            values += f"  val_loss {row['val_loss']:.4f}  val_accuracy {row['val_accuracy']:.4f}"
+        self.console.say(
+            f"epoch {row['epoch']}/{self.epochs}  step {self.step}  {values}  lr {self.position.learning_rate:.4g}  "
+            f"{row['images_per_s']} images/s  [{self.train.name}]"
+        )
+
+    def _save(self, state: TrainState, validated: Evaluation | None) -> None:
+        position = dataclasses.asdict(self.position) | {"data": self._identity()}
+        accuracy = validated.sums.accuracy if validated is not None else None
+        self.checkpoints.save(self.step, state, position, dataclasses.asdict(self.config), accuracy)
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def _finish(self, state: TrainState, validated: Evaluation | None) -> Result:
+        if self.signal is None:
+            tested = validated if self.test is self.validation and validated else self._evaluate(state, self.test)
+        else:
+            tested = None
+        if tested is None:
+            self._save(state, None)
+            self.checkpoints.wait()
+            return Result(self.step, stopped_by=self.signal)
+        metrics.write_predictions(self.folder.path / "predictions.csv", tested.predicted_N.tolist())
+        self.checkpoints.wait()
+        if self.trained_s:
+            share = self.waited_s / self.trained_s
+            self.console.say(f"the step loop waited for data {share:.1%} of {self.trained_s:.1f} s")
+        name = "test" if self.has_test else "validation"
+        self.console.say(
+            f"final {name} accuracy {tested.sums.accuracy:.4f}, loss {tested.sums.mean_loss:.4f} "
+            f"on {len(self.test):,} images  [{self.train.name}]"
+        )
+        return Result(self.step, tested.sums.accuracy)

@@ -1,0 +1,114 @@
+"""Sums over an epoch, and the files of a run: ``metrics.csv``, ``steps.jsonl``, ``predictions.csv``.
+
+Every line reaches the operating system as it is written, so a killed process loses none before its last checkpoint;
+what it wrote after that checkpoint is cut off when the run resumes.
+"""
+
+import csv
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    *("network", "dataset", "framework", "backend", "mesh", "strategy", "bn_scope", "dtype", "seed"),
+    *("epoch", "step", "loss", "accuracy", "val_loss", "val_accuracy", "learning_rate"),
+    *("compile_s", "train_s", "eval_s", "images_per_s"),
+)
+
+
+@dataclasses.dataclass
+class Sums:
+    """Loss, hits and weight of the samples seen so far, in float64, and the seconds that they took.
+
+    Means of unequal batches are wrong; sums are not.
+    """
+
+    loss: float = 0.0
+    correct: float = 0.0
+    count: float = 0.0
+    train_s: float = 0.0
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Adds the sums of one batch."""
+        self.loss += float(metrics["loss"])
+        self.correct += float(metrics["correct"])
+        self.count += float(metrics["count"])
+
+    @property
+    def mean_loss(self) -> float:
+        """Sample-weighted mean loss; NaN where nothing was seen."""
+        return self.loss / self.count if self.count else float("nan")
+
+    @property
+    def accuracy(self) -> float:
+        """Share of samples whose largest logit is at their label; NaN where nothing was seen."""
+        return self.correct / self.count if self.count else float("nan")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file so that a reader, or a crash, sees either the old text or the new one."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+class MetricsFile:
+    """``metrics.csv``: one row an epoch, columns `COLUMNS`."""
+
+    def __init__(self, path: Path, epochs_done: int):
+        """Keeps the rows of the first ``epochs_done`` epochs of a file that is there; else starts it."""
+        kept = []
+        if path.exists():
+            with path.open(newline="") as file:
+                # A killed process can leave a row half written; it belongs to an epoch that is not done.
+                for row in csv.DictReader(file):
+                    if None not in row.values() and row["epoch"].isdecimal() and int(row["epoch"]) <= epochs_done:
+                        kept.append(row)
+        lines = [COLUMNS, *([row[column] for column in COLUMNS] for row in kept)]
+        replace_file(path, "".join(",".join(line) + "\n" for line in lines))
+        self._file = path.open("a", newline="")
+        self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends one row; None is an empty cell."""
+        self._writer.writerow(row)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class StepsFile:
+    """``steps.jsonl``: one JSON object a logged step."""
+
+    def __init__(self, path: Path, steps_done: int):
+        """Keeps the lines up to ``steps_done`` of a file that is there; else starts it."""
+        kept = []
+        if path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= steps_done:
+                        kept.append(line + "\n")
+                except ValueError:
+                    break  # half written
+        replace_file(path, "".join(kept))
+        self._file = path.open("a")
+
+    def write(self, **values: Any) -> None:
+        """Appends one line; non-finite numbers are written as NaN and Infinity, as Python and pandas read them."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def write_predictions(path: Path, predicted: Iterable[int]) -> None:
+    """Writes ``ImageId,Label`` rows, counted from 1, in the order of the data set."""
+    rows = "".join(f"{i},{label}\n" for i, label in enumerate(predicted, start=1))
+    replace_file(path, "ImageId,Label\n" + rows)

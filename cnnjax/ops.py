@@ -1,0 +1,141 @@
+"""Convolution, pooling, dropout: the numerics, each with the lowering that its platform runs fast.
+
+Dimension letters: B batch, H height, W width, C channels, I input and O output features.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cnnjax.networks import Padding, pad_widths
+
+Size = tuple[int, int]
+
+
+def conv2d(x_BHWC: jax.Array, w_HWIO: jax.Array, strides: Size, padding: Padding) -> jax.Array:
+    """Cross-correlation of images with kernels; the result has shape ``[B, H', W', O]``."""
+    pads = pad_widths(x_BHWC.shape[1:3], w_HWIO.shape[:2], strides, padding)
+    return lax.conv_general_dilated(x_BHWC, w_HWIO, strides, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Max pooling
+#
+# XLA:CPU runs select_and_scatter, the gradient of a max reduce_window, 4 to 30 times slower than the same gradient
+# written with slices, so the CPU gets slices and accelerators the plain operation. Both give the whole gradient of a
+# window to the first of its largest values in row-major order.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def max_pool(x_BHWC: jax.Array, window: Size, strides: Size, padding: Padding) -> jax.Array:
+    """Largest value of each window, shape ``[B, H', W', C]``; equal values: the first in row-major order is *the* one."""
+    pads = pad_widths(x_BHWC.shape[1:3], window, strides, padding)
+    if any(map(any, pads)):
+        lowest = jnp.array(-jnp.inf, x_BHWC.dtype)
+        x_BHWC = lax.pad(x_BHWC, lowest, ((0, 0, 0), *((lo, hi, 0) for lo, hi in pads), (0, 0, 0)))
+    return _max_pool(x_BHWC, window, strides)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _max_pool(x_BHWC, window, strides):
+    slices = functools.partial(_max_pool_slices, window=window, strides=strides)
+    plain = functools.partial(_max_pool_plain, window=window, strides=strides)
+    return lax.platform_dependent(x_BHWC, cpu=slices, default=plain)
+
+
+def _max_pool_fwd(x_BHWC, window, strides):
+    y_BHWC = _max_pool(x_BHWC, window, strides)
+    return y_BHWC, (x_BHWC, y_BHWC)
+
+
+def _max_pool_bwd(window, strides, saved, g_BHWC):
+    def plain(x_BHWC, y_BHWC, g_BHWC):
+        del y_BHWC
+        return jax.vjp(functools.partial(_max_pool_plain, window=window, strides=strides), x_BHWC)[1](g_BHWC)[0]
+
+    slices = functools.partial(_max_pool_slices_gradient, window=window, strides=strides)
+    return (lax.platform_dependent(*saved, g_BHWC, cpu=slices, default=plain),)
+
+
+_max_pool.defvjp(_max_pool_fwd, _max_pool_bwd)
+
+
+def _max_pool_plain(x_BHWC, window, strides):
+    return lax.reduce_window(x_BHWC, -jnp.inf, lax.max, (1, *window, 1), (1, *strides, 1), "VALID")
+
+
+def _window_slices(x_BHWC, window, strides):
+    """For each window position in row-major order: its padding back to the input, and the values there."""
+    sizes = x_BHWC.shape[1:3]
+    outs = [(n - k) // s + 1 for n, k, s in zip(sizes, window, strides, strict=True)]
+    for start in itertools.product(range(window[0]), range(window[1])):
+        stops = [i + (o - 1) * s + 1 for i, o, s in zip(start, outs, strides, strict=True)]
+        pads = [(i, n - stop, s - 1) for i, n, stop, s in zip(start, sizes, stops, strides, strict=True)]
+        yield pads, x_BHWC[:, start[0] : stops[0] : strides[0], start[1] : stops[1] : strides[1], :]
+
+
+def _max_pool_slices(x_BHWC, window, strides):
+    return functools.reduce(jnp.maximum, (values for _, values in _window_slices(x_BHWC, window, strides)))
+
+
+def _max_pool_slices_gradient(x_BHWC, y_BHWC, g_BHWC, window, strides):
+    untaken = jnp.ones(y_BHWC.shape, bool)
+    gx_BHWC = jnp.zeros_like(x_BHWC)
+    zero = jnp.zeros((), g_BHWC.dtype)
+    for pads, values in _window_slices(x_BHWC, window, strides):
+        wins = untaken & (values == y_BHWC)
+        untaken &= ~wins
+        gx_BHWC += lax.pad(jnp.where(wins, g_BHWC, zero), zero, ((0, 0, 0), *pads, (0, 0, 0)))
+    return gx_BHWC
+
+
+def avg_pool(x_BHWC: jax.Array, window: Size, strides: Size) -> jax.Array:
+    """Mean of each window, shape ``[B, H', W', C]``."""
+    if window == x_BHWC.shape[1:3]:
+        return jnp.mean(x_BHWC, axis=(1, 2), keepdims=True)
+    total = lax.reduce_window(x_BHWC, 0.0, lax.add, (1, *window, 1), (1, *strides, 1), "VALID")
+    return total / (window[0] * window[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batch normalisation and dropout
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def batch_moments(x: jax.Array, weight_B: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Mean and biased variance of each channel over the valid samples of the batch.
+
+    Args:
+        x: ``[B, ..., C]``.
+        weight_B: 1 for samples that count, 0 for padding; None where all count.
+
+    Returns:
+        Mean and variance, each ``[C]``, in at least float32. Under jit the batch is the global one on any mesh.
+    """
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    dims = tuple(range(x.ndim - 1))
+    if weight_B is None:
+        mean = jnp.mean(x, dims)
+        return mean, jnp.mean(jnp.square(x - mean), dims)
+    # Two passes: the mean of squares minus the square of the mean loses all digits on raw 0-255 inputs.
+    weight = weight_B.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
+    count = jnp.maximum(jnp.sum(weight), 1) * (x.size // x.shape[0] // x.shape[-1])
+    mean = jnp.sum(weight * x, dims) / count
+    return mean, jnp.sum(weight * jnp.square(x - mean), dims) / count
+
+
+def dropout(x: jax.Array, rate: float, sample_keys_B: jax.Array) -> jax.Array:
+    """Zeroes values with probability ``rate`` and divides the rest by ``1 - rate``.
+
+    Args:
+        x: ``[B, ...]``.
+        rate: From 0 to below 1.
+        sample_keys_B: One key a sample, so that a sample's draw does not depend on the batch or the device it is in.
+    """
+    if rate == 0:
+        return x
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, jnp.float32(1 - rate), x.shape[1:]))(sample_keys_B)
+    return jnp.where(kept, x / (1 - rate), 0)

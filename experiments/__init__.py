@@ -1,0 +1,1 @@
+"""Experiments: each is a set of options and a call."""

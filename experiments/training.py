@@ -1,0 +1,263 @@
+"""What every training experiment shares: command line, set-up, exit codes.
+
+Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 2 a mistake in flags, files or folders; 3 the loss is no
+number; 130 stopped by Ctrl-C.
+"""
+
+import contextlib
+import dataclasses
+import io
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from cnnjax import networks
+from cnnjax.config import TrainConfig, UsageError
+
+Presets = Mapping[str, TrainConfig]
+
+
+def main(
+    experiment: str,
+    about: str,
+    presets: Presets,
+    fill: Callable[[str], dict[str, Any]],
+    default_data: str = "cifar10",
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Runs ``python -m experiments.<experiment>`` and returns its exit code.
+
+    Args:
+        experiment: Name of the module.
+        about: What ``--help`` says first.
+        presets: Options by preset name; ``default`` must be there.
+        fill: Data set name to the options that are still open then (``epochs``, ``flip``, ``crop_padding``).
+        default_data: Data set to look for where ``--data`` is not given.
+        arguments: Command line; the process's own where None.
+    """
+    try:
+        config = parse(experiment, about, presets, sys.argv[1:] if arguments is None else arguments)
+        return train(experiment, config, fill, default_data)
+    except _Mistake as error:
+        text = " ".join(str(error).split())
+        print(f"error: {text}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+class _Mistake(Exception):
+    """Something that the user can mend; shown as one line."""
+
+
+@contextlib.contextmanager
+def _mistakes(*kinds: type[Exception]):
+    try:
+        yield
+    except kinds as error:
+        raise _Mistake(error) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse(experiment: str, about: str, presets: Presets, arguments: Sequence[str]) -> TrainConfig:
+    """Reads the command line over the defaults of ``--preset``, or of the run that ``--resume`` continues."""
+    text = "\n\n".join(
+        [about, "Presets: " + "; ".join(f"{name}: {_difference(presets, name)}" for name in presets) + "."]
+    )
+    if {"-h", "--help"} & set(arguments):
+        tyro.cli(TrainConfig, prog=f"python -m experiments.{experiment}", description=text, args=["--help"],
+                 default=presets["default"])  # fmt: skip
+    with _mistakes(ValueError, OSError):
+        preset = _value_of("--preset", arguments) or "default"
+        if preset not in presets:
+            raise ValueError(f"--preset is {preset!r}; allowed: {', '.join(presets)}")
+        defaults = dataclasses.replace(presets[preset], preset=preset)
+        run_dir = _value_of("--run-dir", arguments)
+        if "--resume" in arguments and run_dir is not None:
+            from cnnjax.rundir import saved_config
+
+            defaults = saved_config(Path(run_dir)) or defaults
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(shown):
+            return tyro.cli(TrainConfig, prog=f"python -m experiments.{experiment}", args=arguments, default=defaults)
+    except SystemExit:
+        raise _Mistake(_one_line(shown.getvalue())) from None
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """The value of a flag that decides the defaults of all others, so that it is needed before they are read."""
+    for before, after in zip(arguments, (*arguments[1:], ""), strict=True):
+        if before.replace("_", "-") == flag:
+            return after
+        if before.startswith(flag + "="):
+            return before.removeprefix(flag + "=")
+    return None
+
+
+def _difference(presets: Presets, name: str) -> str:
+    changed = [
+        f"{field.name}={getattr(presets[name], field.name)}"
+        for field in dataclasses.fields(TrainConfig)
+        if field.name != "preset" and getattr(presets[name], field.name) != getattr(presets["default"], field.name)
+    ]
+    return ", ".join(changed) or "the defaults below"
+
+
+def _one_line(box: str) -> str:
+    """tyro draws its errors as a box of several lines; scripts and logs are better served by one."""
+    lines = [line.strip("│╭╰╮╯ ") for line in box.splitlines()]
+    parts: list[list[str]] = [[]]
+    for line in lines:
+        if line.startswith("──"):
+            parts.append([])
+        elif line and not line.startswith("─"):
+            parts[-1].append(line)
+    texts = [" ".join(part) for part in parts if part and not part[0].endswith("─")]
+    message = re.sub(r"^Error parsing \w+: ", "", texts[0]) if texts else "the command line cannot be read"
+    hints = re.findall(r"--[\w-]+", next((text for text in texts if text.startswith("Perhaps you meant")), ""))
+    return message + (f"; perhaps you meant {', '.join(dict.fromkeys(hints))}" if hints else "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Set-up
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, Any]], default_data: str) -> int:
+    """Checks everything, then makes the run directory, then trains."""
+    # What can be checked without JAX or data comes first: a typing error should cost no waiting.
+    with _mistakes(ValueError):
+        networks.build_cnn(config.network, 10)
+        default_shape = networks.default_input_shape(config.network)
+
+    import jax
+
+    from cnnjax import datasets, partition, rundir
+    from cnnjax.console import Console
+
+    jax.config.update("jax_enable_x64", config.x64)
+    with _mistakes(ValueError, OSError):
+        path, saved = rundir.find_run(experiment, config)
+        mesh, mesh_line = partition.make_mesh(config.mesh)
+        found = datasets.load(config.data, default=default_data, image_shape=default_shape, quiet=config.quiet)
+        splits = found.splits
+        open_options = {
+            name: value
+            for name, value in fill(splits.train.name).items()
+            if getattr(config, name) in (None, "auto")
+        }
+        config = dataclasses.replace(config, **open_options)
+        if saved is not None:
+            rundir.check_same_run(path, config, saved)
+        recipe, training, validation = assemble(config, splits)
+        run = rundir.open_run(path, config.overwrite)
+
+    from cnnjax.loop import Fit, NotFinite
+    from cnnjax.step import compile_steps
+
+    console = Console(config.quiet, run.log)
+    with contextlib.closing(run):
+        rundir.write_config(run, config)
+        rundir.write_environment(run, mesh, splits.train.source)
+        for note in found.notes:
+            console.warn(note)
+        console.say(f"{config.network} on {splits.train.name}: {len(training):,} training images, "
+                    f"{len(validation):,} for validation, from {splits.train.source}")  # fmt: skip
+        console.say(mesh_line)
+        console.say(f"run directory {path}")
+        if config.resume and saved is None:
+            console.warn(f"--resume: there is no run in {path} yet, so it starts from its beginning")
+        how = f"resume with: python -m experiments.{experiment} --run-dir {path} --resume"
+        steps = compile_steps(recipe, mesh, training.image_shape)
+        try:
+            with _mistakes(UsageError, OSError):
+                result = Fit(steps, mesh, training, validation, splits.test, config, run, console).run()
+        except NotFinite as error:
+            console.warn(str(error))
+            return 3
+        if result.stopped_by is not None:
+            console.warn(f"stopped by {result.stopped_by.name} at step {result.step}, checkpoint saved; {how}")
+            return 130 if result.stopped_by == signal.SIGINT else 0
+    return 0
+
+
+def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
+    """Network, optimiser and data from the options.
+
+    Returns:
+        Recipe, training set, validation set.
+
+    Raises:
+        ValueError: If options and data do not fit together; names the flag.
+    """
+    import jax.numpy as jnp
+
+    from cnnjax.augment import Augmentation
+    from cnnjax.datasets.order import num_batches, split_validation
+    from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
+    from cnnjax.step import Recipe
+
+    training, validation = splits.train, splits.test
+    if config.validation_split:
+        kept, held_out = split_validation(len(training), config.validation_split, config.seed)
+        training, validation = training.subset(kept), training.subset(held_out)
+    elif validation is None:
+        raise ValueError(f"--data {training.source} has no test images: give --validation-split, such as 0.1")
+
+    in_data = len(training.class_names)
+    classes = config.classes or in_data
+    if classes < in_data:
+        raise ValueError(f"--classes is {classes}, but {training.name} has {in_data}; allowed: {in_data} or more")
+    network = networks.build_cnn(config.network, classes)
+    height, width, channels = training.image_shape
+    if config.crop_to is not None and config.crop_to > min(height, width):
+        raise ValueError(f"--crop-to is {config.crop_to}; allowed: 1 to {min(height, width)}, the images' size")
+    if config.crop_to is not None:
+        height = width = config.crop_to
+    try:
+        networks.output_shape(network, (height, width, channels))
+    except ValueError as error:
+        raise ValueError(
+            f"--network {config.network} cannot take the {height}x{width}x{channels} images of {training.name}: {error}"
+        ) from None
+
+    epoch_steps = num_batches(len(training), config.batch_size)
+    total_steps = (config.epochs or 1) * epoch_steps
+    shared = {f.name for f in dataclasses.fields(OptimizerConfig)} & {f.name for f in dataclasses.fields(TrainConfig)}
+    optimizer = OptimizerConfig(
+        **{name: getattr(config, name) for name in shared},
+        warmup_steps=round(config.warmup_epochs * epoch_steps),
+        decay_steps=max(round(config.decay_epochs * epoch_steps), 1) if config.schedule == "exponential" else None,
+    )
+    standardize = config.scaling == "standardize"
+    mean, std = training.channel_moments() if standardize else (None, None)
+    recipe = Recipe(
+        network=network,
+        optimizer=make_optimizer(optimizer, total_steps),
+        schedule=make_schedule(optimizer, total_steps),
+        seed=config.seed,
+        augmentation=Augmentation(
+            config.flip == "on", config.crop_padding or 0, config.crop_to, config.brightness, config.contrast
+        ),
+        scaling=config.scaling,
+        mean=mean,
+        std=std,
+        label_smoothing=config.label_smoothing,
+        l2=config.weight_decay if config.weight_decay_kind == "loss" else 0.0,
+        ema=config.ema,
+        dtype=jnp.float64 if config.x64 else jnp.dtype(config.dtype),
+        param_dtype=jnp.float64 if config.x64 else jnp.float32,
+    )
+    return recipe, training, validation
+
