@@ -4,7 +4,6 @@ A checkpoint appears under its final name only when it is complete, so a killed 
 written.
 """
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,14 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from cnnjax.config import UsageError
 
-logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax reports every save in several lines of its own
+_log = logging.getLogger("absl")
+_log.setLevel(logging.WARNING)  # Orbax reports every save in several lines of its own
+# Nor is a checkpoint between two evaluations worth a warning.
+_log.addFilter(lambda record: "did not provide metrics" not in record.getMessage())
+
+
+def _rating(metrics: dict) -> float:
+    return metrics["val_accuracy"]
 
 
 class Checkpoints:
@@ -32,20 +38,28 @@ class Checkpoints:
             directory: Folder of the checkpoints, one subfolder a step.
             keep: Newest checkpoints that stay.
         """
-        best = BestN(get_metric_fn=lambda m: m["val_accuracy"], n=1, keep_checkpoints_without_metrics=False)
+        best = BestN(get_metric_fn=_rating, n=1, keep_checkpoints_without_metrics=False)
         self.directory = Path(directory).absolute()
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=AnyPreservationPolicy([LatestN(keep), best]), cleanup_tmp_directories=True
+                preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
+                best_fn=_rating,  # without it, metrics are not written
+                cleanup_tmp_directories=True,
             ),
             item_names=("state", "position", "config"),
         )
 
     def save(self, step: int, state: Any, position: dict, config: dict, val_accuracy: float | None = None) -> None:
-        """Starts to save; training may go on, and donate ``state``, at once. A step that is there stays as it is."""
+        """Starts to save; training may go on, and donate ``state``, at once.
+
+        A step that is there stays as it is, unless only now its ``val_accuracy`` is known.
+        """
         if step in self._manager.all_steps():
-            return
+            self.wait()
+            if val_accuracy is None or self._manager.metrics(step) is not None:
+                return
+            self._manager.delete(step)
         # On a CPU, host and device memory are one: without a copy the next step would overwrite what is being written.
         state = jax.tree.map(jnp.copy, state)
         self._manager.save(
@@ -64,12 +78,7 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """Step of the checkpoint with the highest ``val_accuracy``, or None."""
-        rated = {}
-        for step in self._manager.all_steps():
-            path = self.directory / str(step) / "metrics" / "metrics"
-            if path.exists():
-                rated[step] = json.loads(path.read_text())["val_accuracy"]
-        return max(rated, key=lambda step: (rated[step], step)) if rated else None
+        return self._manager.best_step()
 
     def restore(self, step: int, abstract_state: Any, shardings: Any) -> tuple[Any, dict]:
         """Reads a checkpoint onto the given shardings, which may differ from those that it was saved with.
@@ -85,7 +94,9 @@ class Checkpoints:
         Raises:
             UsageError: If the checkpoint is damaged, or of another network or optimiser.
         """
-        target = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state, shardings)
+        target = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state, shardings
+        )
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), position=ocp.args.JsonRestore())
         try:
             restored = self._manager.restore(step, args=args)

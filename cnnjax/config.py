@@ -15,7 +15,7 @@ class UsageError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Options of one training run. Some defaults depend on the data set that is found; ``config.json`` has the result."""
+    """Options of one training run. Some defaults depend on the data set found; ``config.json`` has the result."""
 
     preset: str = "default"
     """Named set of defaults, which the other flags override; see above."""
@@ -71,7 +71,8 @@ class TrainConfig:
     weight_decay: float = 0.0
     """Weight decay of kernels."""
     weight_decay_kind: Literal["decoupled", "loss"] = "decoupled"
-    """decoupled shrinks kernels by lr * weight_decay a step; loss adds weight_decay / 2 * sum of squares to the loss."""
+    """decoupled shrinks kernels by lr * weight_decay a step; loss adds weight_decay / 2 * sum of squares to the
+    loss."""
     label_smoothing: float = 0.0
     """Share of each label that is spread evenly over all classes."""
     ema: float = 0.0
@@ -131,8 +132,9 @@ class TrainConfig:
         for field in ("lr", "eps", "decay_epochs"):
             need(0 < getattr(self, field) < float("inf"), field, "above 0")
         need(0 <= self.seed < 2**32, "seed", "0 to 4294967295")
-        need(0 <= self.decay_rate <= 1, "decay_rate", "from 0 to 1")
+        need(0 < self.decay_rate <= 1, "decay_rate", "above 0 to 1")
         need(self.crop_padding is None or self.crop_padding >= 0, "crop_padding", "0 or more")
+        need(not (self.crop_padding and self.crop_to), "crop_padding", "0 together with --crop-to")
         need(self.contrast is None or 0 <= self.contrast[0] <= self.contrast[1], "contrast", "0 <= LOW <= HIGH")
         need(not (self.x64 and self.dtype != "float32"), "dtype", "float32 together with --x64")
         need(not (self.resume and self.overwrite), "overwrite", "not together with --resume")
@@ -151,6 +153,8 @@ class TrainConfig:
         """
         try:
             values: dict[str, Any] = json.loads(text)
+            if not isinstance(values, dict):
+                raise ValueError("it is no JSON object")
             known = {field.name for field in dataclasses.fields(cls)}
             if unknown := sorted(set(values) - known):
                 raise ValueError(f"unknown options {', '.join(unknown)}")
@@ -163,7 +167,7 @@ class TrainConfig:
 
 # Options that decide the numbers of a run: a resumed run must keep them.
 FIXED_ON_RESUME = (
-    *("network", "batch_size", "seed", "validation_split", "classes", "optimizer", "lr", "momentum"),
+    *("preset", "network", "batch_size", "seed", "validation_split", "classes", "optimizer", "lr", "momentum"),
     *("b1", "b2", "eps", "schedule", "warmup_epochs", "decay_epochs", "decay_rate", "time_decay", "staircase"),
     *("weight_decay", "weight_decay_kind"),
     *("label_smoothing", "ema", "scaling", "flip", "crop_padding", "crop_to", "brightness", "contrast", "dtype", "x64"),

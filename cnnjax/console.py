@@ -1,5 +1,7 @@
 """What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere."""
 
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -10,21 +12,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 PLAIN_SECONDS = 30.0  # between progress lines where there is no terminal
 
 
+class _Out(RichConsole):
+    def on_broken_pipe(self) -> None:
+        raise  # rich would exit
+
+
 class Console:
-    """Prints lines and progress, and hands every line to a log."""
+    """Prints lines and progress, and hands every line to a log.
+
+    A reader of standard output that goes away, as in ``| head``, ends the printing and not the run.
+    """
 
     def __init__(self, quiet: bool, log: Callable[[str], None]):
         """``quiet`` leaves warnings only; ``log`` gets every line."""
         self._quiet, self._log = quiet, log
-        self._out = RichConsole(highlight=False, soft_wrap=True)
+        self._out = _Out(highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._seen = 0.0
 
     def say(self, text: str) -> None:
         """Prints a line, above the bar where there is one."""
         self._log(text)
-        if not self._quiet:
-            self._out.print(text, markup=False)
+        self._print(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning, quiet or not, to standard error."""
@@ -32,7 +41,8 @@ class Console:
         if self._bar is not None:
             self._bar.console.print(f"warning: {text}", markup=False)
         else:
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def start(self, total_steps: int, done: int) -> None:
         """Starts the progress display."""
@@ -51,10 +61,20 @@ class Console:
             self._bar.update(self._task, completed=step, description=f"epoch {epoch}/{epochs}", text=text())
         elif not self._quiet and (now := time.perf_counter()) - self._seen > PLAIN_SECONDS:
             self._seen = now
-            self._out.print(f"epoch {epoch}/{epochs}  step {step}/{total_steps}  {text()}", markup=False)
+            self._print(f"epoch {epoch}/{epochs}  step {step}/{total_steps}  {text()}")
 
     def stop(self) -> None:
         """Ends the progress display."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def _print(self, text: str) -> None:
+        if self._quiet:
+            return
+        try:
+            self._out.print(text, markup=False)
+        except OSError:
+            self._quiet = True
+            # What is still buffered would raise again as Python exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from cnnjax import metrics, partition
+from cnnjax import metrics, partition, rundir
 from cnnjax.checkpoint import Checkpoints
 from cnnjax.config import TrainConfig, UsageError, parse_interval
 from cnnjax.console import Console
@@ -62,6 +63,11 @@ class Evaluation:
     sums: Sums
     predicted_N: np.ndarray
     seconds: float
+
+
+@jax.jit
+def _all_finite(tree: Any) -> jax.Array:
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 class Fit:
@@ -116,6 +122,9 @@ class Fit:
         self.checkpoints = Checkpoints(self.folder.checkpoints, self.config.keep)
         with contextlib.closing(self.checkpoints), self._signals():
             state = self._first_state()
+            # Only now: a run that cannot be resumed like this keeps its options.
+            rundir.write_config(self.folder, self.config)
+            rundir.write_environment(self.folder, self.mesh, self.train.source)
             if self.step >= self.total_steps:
                 self.console.say(f"the run is complete already: {self.step} steps are done")
             self.metrics_file = metrics.MetricsFile(self.folder.path / "metrics.csv", self.position.epoch)
@@ -139,7 +148,8 @@ class Fit:
             if self.signal is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self.signal = signal.Signals(number)
-            os.write(2, f"{signal.Signals(number).name}: saving a checkpoint, then stopping\n".encode())
+            with contextlib.suppress(OSError):  # nobody may be left to read it
+                os.write(2, f"{signal.Signals(number).name}: saving a checkpoint, then stopping\n".encode())
 
         try:
             before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -166,6 +176,7 @@ class Fit:
                 f"but --data gives {now['samples']} of {now['dataset']}"
             )
         self.step = newest
+        self.total_steps = max(self.total_steps, self.step)  # --steps or --epochs may be lower than before
         del saved["data"]
         self.position = Position(**saved | {"sums": Sums(**saved["sums"])})
         self.console.say(f"resumed from step {newest} (epoch {self.position.epoch + 1})")
@@ -208,7 +219,7 @@ class Fit:
                     break  # a signal came; the checkpoint stands before this evaluation
             self._write_epoch(validated)
             if epoch_done:  # else --steps ended the run within the epoch, and more steps would go on from there
-                    self.position = Position(epoch=number, learning_rate=self.position.learning_rate)
+                self.position = Position(epoch=number, learning_rate=self.position.learning_rate)
             due = every and (number if unit == "epochs" else self.step) % every == 0
             if due or at_end:
                 self._save(state, validated)
@@ -235,6 +246,7 @@ class Fit:
                     self._read(running)
                     running = None
                     self._clock(start, feed)
+                    self._check(state)
                     self._save(state, None)
                     start = time.perf_counter()
                 if self.signal is not None:
@@ -242,6 +254,7 @@ class Fit:
             self._read(running)
             jax.block_until_ready(state)
             self._clock(start, feed)
+        self._check(state)
         return state
 
     def _read(self, results: Any) -> None:
@@ -267,13 +280,19 @@ class Fit:
         sums = self.position.sums
         return f"loss {sums.mean_loss:.4f}  accuracy {sums.accuracy:.4f}"
 
+    def _check(self, state: TrainState) -> None:
+        """Finite gradients can still make too large an update; no checkpoint may hold one."""
+        if not _all_finite((state.params, state.batch_stats)):
+            raise self._not_finite(self.step, "largest parameter", float("inf"))
+
     def _not_finite(self, step: int, name: str, value: float) -> NotFinite:
         self.checkpoints.wait()
         newest = self.checkpoints.newest()
-        good = "there is no checkpoint yet" if newest is None else (
-            f"last good checkpoint: {self.folder.checkpoints / str(newest)}"
-        )  # fmt: skip
-        return NotFinite(f"stopped: the {name} is {value} at step {step} (learning rate {self.position.learning_rate}); {good}")
+        good = "there is no checkpoint yet"
+        if newest is not None:
+            good = f"last good checkpoint: {self.folder.checkpoints / str(newest)}"
+        rate = self.position.learning_rate
+        return NotFinite(f"stopped: the {name} is {value} at step {step} (learning rate {rate}); {good}")
 
     def _clock(self, start: float, feed: Feed) -> None:
         """Adds the time since ``start`` to the epoch, and what the loop waited for data in it."""

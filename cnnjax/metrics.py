@@ -6,11 +6,14 @@ what it wrote after that checkpoint is cut off when the run resumes.
 
 import csv
 import dataclasses
+import io
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from cnnjax.config import UsageError
 
 COLUMNS = (
     *("network", "dataset", "framework", "backend", "mesh", "strategy", "bn_scope", "dtype", "seed"),
@@ -59,16 +62,26 @@ class MetricsFile:
     """``metrics.csv``: one row an epoch, columns `COLUMNS`."""
 
     def __init__(self, path: Path, epochs_done: int):
-        """Keeps the rows of the first ``epochs_done`` epochs of a file that is there; else starts it."""
+        """Keeps the rows of the first ``epochs_done`` epochs of a file that is there; else starts it.
+
+        Raises:
+            UsageError: If the file has other columns.
+        """
         kept = []
         if path.exists():
             with path.open(newline="") as file:
+                rows = csv.DictReader(file)
+                if (found := tuple(rows.fieldnames or ())) != COLUMNS:
+                    raise UsageError(f"{path}: the columns are {','.join(found)}; expected {','.join(COLUMNS)}")
                 # A killed process can leave a row half written; it belongs to an epoch that is not done.
-                for row in csv.DictReader(file):
+                for row in rows:
                     if None not in row.values() and row["epoch"].isdecimal() and int(row["epoch"]) <= epochs_done:
                         kept.append(row)
-        lines = [COLUMNS, *([row[column] for column in COLUMNS] for row in kept)]
-        replace_file(path, "".join(",".join(line) + "\n" for line in lines))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+        replace_file(path, text.getvalue())
         self._file = path.open("a", newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
 

@@ -70,12 +70,15 @@ class CNN(nn.Module):
                 case networks.MaxPool():
                     x = ops.max_pool(x, layer.window, layer.strides, layer.padding)
                 case networks.AvgPool():
-                    x = ops.avg_pool(x, layer.window or x.shape[1:3], layer.strides)
+                    x = ops.avg_pool(x, layer.window or ops.image_size(x), layer.strides)
                 case networks.Flatten():
                     x = x.reshape(x.shape[0], -1)
                 case networks.Dropout():
                     if train and layer.rate:
-                        x = ops.dropout(x, layer.rate, _fold(sample_keys_B, i))
+                        if sample_keys_B is None:
+                            raise ValueError(f"{name}: training needs sample_keys_B, one random key a sample")
+                        keys_B = jax.vmap(jax.random.fold_in, (0, None))(sample_keys_B, i)
+                        x = ops.dropout(x, layer.rate, keys_B)
                 case networks.Residual():
                     x = _Residual(layer, self.dtype, self.param_dtype, name=name)(
                         x, train, _fold(sample_keys_B, i), weight_B
@@ -188,8 +191,7 @@ def apply(
         ``(logits_BC, batch_stats)``; the statistics are unchanged where ``train`` is False.
     """
     module = CNN(network, dtype, jax.tree.leaves(variables["params"])[0].dtype)
-    call = {"train": train, "sample_keys_B": sample_keys_B, "weight_B": weight_B}
-    if not train:
-        return module.apply(variables, x_BHWC, **call), variables["batch_stats"]
-    logits_BC, updated = module.apply(variables, x_BHWC, **call, mutable=["batch_stats"])
+    logits_BC, updated = module.apply(
+        variables, x_BHWC, train=train, sample_keys_B=sample_keys_B, weight_B=weight_B, mutable=["batch_stats"]
+    )
     return logits_BC, updated.get("batch_stats", {})

@@ -172,9 +172,7 @@ def pad_widths(
     if padding == "VALID":
         return (0, 0), (0, 0)
     if padding == "SAME":
-        total = [
-            max((math.ceil(n / s) - 1) * s + k - n, 0) for n, k, s in zip(size, window, strides, strict=True)
-        ]
+        total = [max((math.ceil(n / s) - 1) * s + k - n, 0) for n, k, s in zip(size, window, strides, strict=True)]
         return (total[0] // 2, total[0] - total[0] // 2), (total[1] // 2, total[1] - total[1] // 2)
     return padding
 
@@ -290,10 +288,8 @@ def _check_fit(network: Network, input_shape: Shape) -> Shape:
     if len(input_shape) != 3 or min(input_shape) < 1:
         raise ValueError(f"input shape {input_shape} is not (height, width, channels), each at least 1")
     try:
-        shape = input_shape
-        for *_, shape in _trace(network, input_shape):
-            pass
-        return shape
+        outputs = [after for *_, after in _trace(network, input_shape)]
+        return outputs[-1] if outputs else input_shape
     except ValueError as error:
         height, width, channels = input_shape
         larger = next((k for k in range(513) if _fits(network, (height + k, width + k, channels))), None)
@@ -356,7 +352,9 @@ def _stacked(convolutions: int, dense: int, num_classes: int) -> Network:
     return (*layers, Dense(num_classes))
 
 
-@register("cnn2d_3layer_fullconnected_3layer", (32, 32, 1), "3 convolutions and 3 dense layers, as its article prints it")
+@register(
+    "cnn2d_3layer_fullconnected_3layer", (32, 32, 1), "3 convolutions and 3 dense layers, as its article prints it"
+)
 def _three_three(num_classes: int) -> Network:
     return _stacked(3, 3, num_classes)
 
@@ -376,15 +374,19 @@ def _three_three_mnist(num_classes: int) -> Network:
     )
 
 
-@register("cnn2d_2layer_full_connected_2layer", (28, 28, 1), "2 wide convolutions and 2 dense layers, native TensorFlow's tutorial shape")
+@register(
+    "cnn2d_2layer_full_connected_2layer",
+    (28, 28, 1),
+    "2 wide convolutions and 2 dense layers, native TensorFlow's tutorial shape",
+)
 def _two_two(num_classes: int) -> Network:
-    init = {"kernel_init": Init("truncated_normal", 0.1), "bias_init": Init("constant", 0.1)}
+    normal, tenth = Init("truncated_normal", 0.1), Init("constant", 0.1)
     return (
-        *(Conv(32, (5, 5), padding="SAME", **init), Relu(), MaxPool()),
-        *(Conv(64, (5, 5), padding="SAME", **init), Relu(), MaxPool()),
+        *(Conv(32, (5, 5), padding="SAME", kernel_init=normal, bias_init=tenth), Relu(), MaxPool()),
+        *(Conv(64, (5, 5), padding="SAME", kernel_init=normal, bias_init=tenth), Relu(), MaxPool()),
         Flatten(),
-        *(Dense(1024, **init), Relu(), Dropout(0.5)),
-        Dense(num_classes, **init),
+        *(Dense(1024, kernel_init=normal, bias_init=tenth), Relu(), Dropout(0.5)),
+        Dense(num_classes, kernel_init=normal, bias_init=tenth),
     )
 
 
@@ -415,7 +417,10 @@ def _resnet18_cifar(num_classes: int) -> Network:
     def conv(features: int, size: int = 3, stride: int = 1) -> Network:
         pad = (size // 2, size // 2)
         init = Init("he_normal")
-        return (Conv(features, (size, size), (stride, stride), (pad, pad), use_bias=False, kernel_init=init), BatchNorm())
+        return (
+            Conv(features, (size, size), (stride, stride), (pad, pad), use_bias=False, kernel_init=init),
+            BatchNorm(),
+        )
 
     def block(features: int, stride: int, widens: bool) -> Network:
         body = (*conv(features, stride=stride), Relu(), *conv(features))
@@ -486,15 +491,11 @@ def format_summary(network: Network, input_shape: Shape) -> str:
     """The table of `summary` as text, with totals."""
     rows = summary(network, input_shape)
     cells = [("layer", "output", "parameters", "multiply-adds")]
-    cells += [
-        (r.name, "x".join(map(str, r.output_shape)), f"{r.parameters:,}", f"{r.multiply_adds:,}") for r in rows
-    ]
+    cells += [(r.name, "x".join(map(str, r.output_shape)), f"{r.parameters:,}", f"{r.multiply_adds:,}") for r in rows]
     parameters, multiply_adds = (sum(getattr(r, f) for r in rows) for f in ("parameters", "multiply_adds"))
     cells.append(("total", "", f"{parameters:,}", f"{multiply_adds:,}"))
     widths = [max(len(row[i]) for row in cells) for i in range(4)]
-    lines = [
-        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in cells
-    ]
+    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in cells]
     rule = "-" * max(map(len, lines))
     lines = [lines[0], rule, *lines[1:-1], rule, lines[-1]]
     if statistics := sum(r.statistics for r in rows):
@@ -511,9 +512,11 @@ def main(arguments: list[str]) -> int:
         print("  cnn2d_{n}layer_fullconnected_{m}layer    any counts of convolutions and dense layers that fit")
         return 0
     try:
-        name, classes, shape = (*arguments, *("10", None, None)[len(arguments) - 1 :])[:3]
         if len(arguments) > 3:
             raise ValueError(f"at most 3 arguments (NAME, CLASSES, HEIGHT,WIDTH,CHANNELS); got {len(arguments)}")
+        name = arguments[0]
+        classes = arguments[1] if len(arguments) > 1 else "10"
+        shape = arguments[2] if len(arguments) > 2 else None
         if not classes.isdecimal():
             raise ValueError(f"CLASSES is {classes!r}; a whole number is needed")
         network = build_cnn(name, int(classes))

@@ -15,9 +15,14 @@ from cnnjax.networks import Padding, pad_widths
 Size = tuple[int, int]
 
 
+def image_size(x_BHWC: jax.Array) -> Size:
+    """Height and width."""
+    return x_BHWC.shape[1], x_BHWC.shape[2]
+
+
 def conv2d(x_BHWC: jax.Array, w_HWIO: jax.Array, strides: Size, padding: Padding) -> jax.Array:
     """Cross-correlation of images with kernels; the result has shape ``[B, H', W', O]``."""
-    pads = pad_widths(x_BHWC.shape[1:3], w_HWIO.shape[:2], strides, padding)
+    pads = pad_widths(image_size(x_BHWC), (w_HWIO.shape[0], w_HWIO.shape[1]), strides, padding)
     return lax.conv_general_dilated(x_BHWC, w_HWIO, strides, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
@@ -31,8 +36,11 @@ def conv2d(x_BHWC: jax.Array, w_HWIO: jax.Array, strides: Size, padding: Padding
 
 
 def max_pool(x_BHWC: jax.Array, window: Size, strides: Size, padding: Padding) -> jax.Array:
-    """Largest value of each window, shape ``[B, H', W', C]``; equal values: the first in row-major order is *the* one."""
-    pads = pad_widths(x_BHWC.shape[1:3], window, strides, padding)
+    """Largest value of each window, shape ``[B, H', W', C]``.
+
+    Of equal values the first in row-major order takes the whole gradient.
+    """
+    pads = pad_widths(image_size(x_BHWC), window, strides, padding)
     if any(map(any, pads)):
         lowest = jnp.array(-jnp.inf, x_BHWC.dtype)
         x_BHWC = lax.pad(x_BHWC, lowest, ((0, 0, 0), *((lo, hi, 0) for lo, hi in pads), (0, 0, 0)))

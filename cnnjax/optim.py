@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import optax  # type: ignore[import-untyped]
+import optax
 
 OptimizerName = Literal["sgd", "momentum", "nesterov", "adam", "adamw"]
 ScheduleName = Literal["constant", "cosine", "exponential", "time"]

@@ -35,7 +35,7 @@ class RunDirectory:
         self._lock = (path / "run.log").open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._lock.close()
             raise ValueError(f"--run-dir {path}: another process is writing this run") from None
 
@@ -57,6 +57,12 @@ def saved_config(path: Path) -> TrainConfig | None:
     """
     file = path / "config.json"
     return TrainConfig.from_json(file.read_text(), str(file)) if file.exists() else None
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run began in ``path``: its two files are there, or nothing else, where it was killed between them."""
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    return "run.log" in names and ("config.json" in names or names <= {"run.log", "config.json.new"})
 
 
 def find_run(experiment: str, config: TrainConfig) -> tuple[Path, TrainConfig | None]:
@@ -85,8 +91,10 @@ def find_run(experiment: str, config: TrainConfig) -> tuple[Path, TrainConfig | 
         raise ValueError(f"--run-dir {path} cannot be read: {error.strerror or error}") from None
     if not occupied:
         return path, None
-    if not (path / "run.log").exists():
-        raise ValueError(f"--run-dir {path} exists and is not the folder of a run (it has no run.log); name another")
+    if not is_run(path):
+        raise ValueError(
+            f"--run-dir {path} exists and is not the folder of a run (it has no run.log and config.json); name another"
+        )
     if config.resume:
         return path, saved_config(path)
     if not config.overwrite:
@@ -119,9 +127,10 @@ def open_run(path: Path, overwrite: bool) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         run = RunDirectory(path)
         if overwrite:
-            for entry in path.iterdir():
-                if entry.name != "run.log":  # which holds the lock
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            # run.log holds the lock; config.json goes last, so that what is left of a killed deletion is still a run.
+            for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "config.json"):
+                if entry.name != "run.log":
+                    shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
             os.truncate(path / "run.log", 0)
     except OSError as error:
         raise ValueError(f"--run-dir {path} cannot be written: {error.strerror or error}") from None

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from cnnjax import model, optim, partition
-from cnnjax.augment import Augmentation, augment, sample_keys, scale
+from cnnjax.augment import Augmentation, Scaling, augment, sample_keys, scale
 from cnnjax.networks import Network, Shape
 
 Batch = dict[str, jax.Array]
@@ -42,8 +42,8 @@ class Recipe:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     seed: int = 0
-    augmentation: Augmentation = Augmentation()
-    scaling: str = "none"
+    augmentation: Augmentation = Augmentation()  # noqa: RUF009 (it is frozen)
+    scaling: Scaling = "none"
     mean: tuple[float, ...] | None = None  # per channel of the training images, for scaling="standardize"
     std: tuple[float, ...] | None = None
     label_smoothing: float = 0.0
@@ -78,8 +78,9 @@ def loss_and_metrics(logits_BC: jax.Array, batch: Batch, smoothing: float = 0.0)
     """Mean cross-entropy over the samples that count, and its parts as sums."""
     weight_B = batch["weight"]
     logits_BC = logits_BC.astype(jnp.promote_types(logits_BC.dtype, jnp.float32))
-    target_BC = optax.smooth_labels(jax.nn.one_hot(batch["label"], logits_BC.shape[-1], dtype=logits_BC.dtype), smoothing)
-    loss = jnp.sum(weight_B * optax.softmax_cross_entropy(logits_BC, target_BC))
+    one_hot_BC = jax.nn.one_hot(batch["label"], logits_BC.shape[-1], dtype=logits_BC.dtype)
+    losses_B = optax.softmax_cross_entropy(logits_BC, optax.smooth_labels(one_hot_BC, smoothing))
+    loss = jnp.sum(weight_B * losses_B)
     hits = jnp.sum(weight_B * (jnp.argmax(logits_BC, -1) == batch["label"]))
     count = jnp.sum(weight_B)
     return loss / jnp.maximum(count, 1), {"loss": loss, "correct": hits, "count": count}
@@ -106,10 +107,8 @@ def train_step(recipe: Recipe, state: TrainState, batch: Batch) -> tuple[TrainSt
     updates, opt_state = recipe.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     ema = optim.ema_update(state.ema, params, recipe.ema, state.step) if recipe.ema else None
-    metrics |= {"grad_norm": optax.global_norm(grads), "learning_rate": recipe.schedule(state.step)}
-    new_state = TrainState(
-        step=state.step + 1, params=params, batch_stats=batch_stats, opt_state=opt_state, ema=ema
-    )
+    metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": recipe.schedule(state.step)}
+    new_state = TrainState(step=state.step + 1, params=params, batch_stats=batch_stats, opt_state=opt_state, ema=ema)
     return new_state, metrics
 
 

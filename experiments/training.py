@@ -7,7 +7,9 @@ number; 130 stopped by Ctrl-C.
 import contextlib
 import dataclasses
 import io
+import itertools
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,7 @@ from typing import Any
 import tyro
 
 from cnnjax import networks
-from cnnjax.config import TrainConfig, UsageError
+from cnnjax.config import TrainConfig, UsageError, flag
 
 Presets = Mapping[str, TrainConfig]
 
@@ -92,17 +94,17 @@ def parse(experiment: str, about: str, presets: Presets, arguments: Sequence[str
         with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(shown):
             return tyro.cli(TrainConfig, prog=f"python -m experiments.{experiment}", args=arguments, default=defaults)
     except SystemExit:
-        raise _Mistake(_one_line(shown.getvalue())) from None
+        raise _Mistake(_one_line(shown.getvalue(), arguments)) from None
 
 
-def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """The value of a flag that decides the defaults of all others, so that it is needed before they are read."""
+def _value_of(name: str, arguments: Sequence[str]) -> str | None:
+    """The last value given to a flag, also for those that decide the defaults of all others."""
+    found = None
     for before, after in zip(arguments, (*arguments[1:], ""), strict=True):
-        if before.replace("_", "-") == flag:
-            return after
-        if before.startswith(flag + "="):
-            return before.removeprefix(flag + "=")
-    return None
+        given, equals, value = before.partition("=")
+        if given.replace("_", "-") == name:
+            found = value if equals else after
+    return found
 
 
 def _difference(presets: Presets, name: str) -> str:
@@ -114,18 +116,27 @@ def _difference(presets: Presets, name: str) -> str:
     return ", ".join(changed) or "the defaults below"
 
 
-def _one_line(box: str) -> str:
-    """tyro draws its errors as a box of several lines; scripts and logs are better served by one."""
-    lines = [line.strip("│╭╰╮╯ ") for line in box.splitlines()]
-    parts: list[list[str]] = [[]]
-    for line in lines:
-        if line.startswith("──"):
-            parts.append([])
-        elif line and not line.startswith("─"):
-            parts[-1].append(line)
-    texts = [" ".join(part) for part in parts if part and not part[0].endswith("─")]
-    message = re.sub(r"^Error parsing \w+: ", "", texts[0]) if texts else "the command line cannot be read"
-    hints = re.findall(r"--[\w-]+", next((text for text in texts if text.startswith("Perhaps you meant")), ""))
+_KINDS = {"INT": "a whole number", "FLOAT": "a number", "FLOAT FLOAT": "two numbers"}
+
+
+def _one_line(box: str, arguments: Sequence[str]) -> str:
+    """Tyro draws its errors as a box, or below a title, on several lines; scripts and logs are better served by one."""
+    lines = [line.strip("│ ") for line in box.splitlines()]
+    title, *parts = [
+        " ".join(part)
+        for is_rule, group in itertools.groupby(lines, lambda line: re.match(r"[╭╰]|[─-]{5}", line) is not None)
+        if (part := [line for line in group if line and (not is_rule or line.startswith("╭"))])
+    ] or ["the command line cannot be read"]
+    message = parts[0] if parts else title
+    if match := re.match(r"Error parsing (--[\w-]+): ", message):
+        name = match[1]
+        needed = re.search(rf"{name} (.*?)(?= [A-Z][a-z]|$)", next((p for p in parts if p.startswith("Argument")), ""))
+        kind = needed[1].removeprefix("{None}|").strip("{}") if needed else ""
+        return f"{name} is {_value_of(name, arguments)!r}; allowed: {_KINDS.get(kind, kind)}"
+    if match := re.match(r"invalid choice (.*) for argument '(--[\w-]+)'\. Expected one of \((.*?),?\)\.", message):
+        return f"{match[2]} is {match[1]}; allowed: {match[3].replace(chr(39), '')}"
+    message = re.sub(r"^Error parsing \w+: ", "", message)
+    hints = re.findall(r"--[\w-]+", next((part for part in parts if part.startswith("Perhaps you meant")), ""))
     return message + (f"; perhaps you meant {', '.join(dict.fromkeys(hints))}" if hints else "")
 
 
@@ -138,7 +149,10 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
     """Checks everything, then makes the run directory, then trains."""
     # What can be checked without JAX or data comes first: a typing error should cost no waiting.
     with _mistakes(ValueError):
-        networks.build_cnn(config.network, 10)
+        try:
+            networks.build_cnn(config.network, 10)
+        except ValueError as error:
+            raise ValueError(f"--network: {error}") from None
         default_shape = networks.default_input_shape(config.network)
 
     import jax
@@ -152,24 +166,23 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
         mesh, mesh_line = partition.make_mesh(config.mesh)
         found = datasets.load(config.data, default=default_data, image_shape=default_shape, quiet=config.quiet)
         splits = found.splits
-        open_options = {
-            name: value
-            for name, value in fill(splits.train.name).items()
-            if getattr(config, name) in (None, "auto")
-        }
+        options = fill(splits.train.name)
+        if config.crop_to is not None:
+            options["crop_padding"] = 0  # one crop or the other
+        open_options = {name: value for name, value in options.items() if getattr(config, name) in (None, "auto")}
         config = dataclasses.replace(config, **open_options)
         if saved is not None:
             rundir.check_same_run(path, config, saved)
         recipe, training, validation = assemble(config, splits)
         run = rundir.open_run(path, config.overwrite)
+        if saved is None:  # at once, so that a run that is killed before its first checkpoint has its options
+            rundir.write_config(run, config)
 
     from cnnjax.loop import Fit, NotFinite
     from cnnjax.step import compile_steps
 
     console = Console(config.quiet, run.log)
     with contextlib.closing(run):
-        rundir.write_config(run, config)
-        rundir.write_environment(run, mesh, splits.train.source)
         for note in found.notes:
             console.warn(note)
         console.say(f"{config.network} on {splits.train.name}: {len(training):,} training images, "
@@ -178,8 +191,8 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
         console.say(f"run directory {path}")
         if config.resume and saved is None:
             console.warn(f"--resume: there is no run in {path} yet, so it starts from its beginning")
-        how = f"resume with: python -m experiments.{experiment} --run-dir {path} --resume"
-        steps = compile_steps(recipe, mesh, training.image_shape)
+        how = f"resume with: python -m experiments.{experiment} --run-dir {shlex.quote(str(path))} --resume"
+        steps = compile_steps(recipe, mesh, input_shape(config, training.image_shape))
         try:
             with _mistakes(UsageError, OSError):
                 result = Fit(steps, mesh, training, validation, splits.test, config, run, console).run()
@@ -190,6 +203,20 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
             console.warn(f"stopped by {result.stopped_by.name} at step {result.step}, checkpoint saved; {how}")
             return 130 if result.stopped_by == signal.SIGINT else 0
     return 0
+
+
+def input_shape(config: TrainConfig, image_shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Shape in which images reach the network, after ``--crop-to``.
+
+    Raises:
+        ValueError: If the images are smaller than that.
+    """
+    height, width, channels = image_shape
+    if config.crop_to is None:
+        return image_shape
+    if config.crop_to > min(height, width):
+        raise ValueError(f"--crop-to is {config.crop_to}; allowed: 1 to {min(height, width)}, the images' size")
+    return config.crop_to, config.crop_to, channels
 
 
 def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
@@ -210,7 +237,10 @@ def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
 
     training, validation = splits.train, splits.test
     if config.validation_split:
-        kept, held_out = split_validation(len(training), config.validation_split, config.seed)
+        try:
+            kept, held_out = split_validation(len(training), config.validation_split, config.seed)
+        except ValueError as error:
+            raise ValueError(f"--validation-split is {config.validation_split}: {error}") from None
         training, validation = training.subset(kept), training.subset(held_out)
     elif validation is None:
         raise ValueError(f"--data {training.source} has no test images: give --validation-split, such as 0.1")
@@ -220,26 +250,29 @@ def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
     if classes < in_data:
         raise ValueError(f"--classes is {classes}, but {training.name} has {in_data}; allowed: {in_data} or more")
     network = networks.build_cnn(config.network, classes)
-    height, width, channels = training.image_shape
-    if config.crop_to is not None and config.crop_to > min(height, width):
-        raise ValueError(f"--crop-to is {config.crop_to}; allowed: 1 to {min(height, width)}, the images' size")
-    if config.crop_to is not None:
-        height = width = config.crop_to
+    height, width, channels = input_shape(config, training.image_shape)
     try:
         networks.output_shape(network, (height, width, channels))
     except ValueError as error:
-        raise ValueError(
-            f"--network {config.network} cannot take the {height}x{width}x{channels} images of {training.name}: {error}"
-        ) from None
+        images = f"{height}x{width}x{channels} images of {training.name}"
+        if config.crop_to is not None:
+            images += f" after --crop-to {config.crop_to}"
+        raise ValueError(f"--network {config.network} cannot take the {images}: {error}") from None
 
     epoch_steps = num_batches(len(training), config.batch_size)
     total_steps = (config.epochs or 1) * epoch_steps
     shared = {f.name for f in dataclasses.fields(OptimizerConfig)} & {f.name for f in dataclasses.fields(TrainConfig)}
-    optimizer = OptimizerConfig(
-        **{name: getattr(config, name) for name in shared},
-        warmup_steps=round(config.warmup_epochs * epoch_steps),
-        decay_steps=max(round(config.decay_epochs * epoch_steps), 1) if config.schedule == "exponential" else None,
-    )
+    warmup_steps = round(config.warmup_epochs * epoch_steps)
+    if warmup_steps >= total_steps:
+        raise ValueError(f"--warmup-epochs is {config.warmup_epochs}; allowed: below --epochs, {config.epochs}")
+    try:
+        optimizer = OptimizerConfig(
+            **{name: getattr(config, name) for name in shared},
+            warmup_steps=warmup_steps,
+            decay_steps=max(round(config.decay_epochs * epoch_steps), 1) if config.schedule == "exponential" else None,
+        )
+    except ValueError as error:
+        raise ValueError(re.sub(rf"\b({'|'.join(shared)})\b", lambda name: flag(name[0]), str(error))) from None
     standardize = config.scaling == "standardize"
     mean, std = training.channel_moments() if standardize else (None, None)
     recipe = Recipe(
@@ -260,4 +293,3 @@ def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
         param_dtype=jnp.float64 if config.x64 else jnp.float32,
     )
     return recipe, training, validation
-

@@ -19,16 +19,17 @@ TRAIN_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FINE_NAMES = tuple(f"fine {label}" for label in range(100))
 
+# Read once, since tests of the search change the variable.
+_GIVEN = os.environ.get("CNNJAX_DATA", "")
 _REAL_FOLDERS = {"cifar10": "cifar-10-batches-bin", "mnist": "mnist"}
 
 
 def real_data(name: str) -> Path:
     """Folder of a real data set in ``$CNNJAX_DATA``; skips the test without it, fails it if ``$CNNJAX_STRICT`` is 1."""
-    given = os.environ.get("CNNJAX_DATA", "")
-    path = Path(given) / _REAL_FOLDERS[name]
-    if given and path.is_dir():
+    path = Path(_GIVEN) / _REAL_FOLDERS[name]
+    if _GIVEN and path.is_dir():
         return path
-    message = f"CNNJAX_DATA={given!r} has no {_REAL_FOLDERS[name]}"
+    message = f"CNNJAX_DATA={_GIVEN!r} has no {_REAL_FOLDERS[name]}"
     if os.environ.get("CNNJAX_STRICT") == "1":
         pytest.fail(message)
     pytest.skip(message)

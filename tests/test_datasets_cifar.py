@@ -203,12 +203,14 @@ def archive(binary, tmp_path):
 
 def test_web_page_in_place_of_an_archive(archive, tmp_path):
     archive.write_text("<!DOCTYPE html><html>")
-    with pytest.raises(ValueError, match=r"binary\.tar\.gz: begins with '<!DOCTYPE html><htm' .*; expected CIFAR-10"):
+    with pytest.raises(ValueError, match=r"binary\.tar\.gz: begins with '<!DOCTYPE html><html' .*; expected CIFAR-10"):
         read_cifar10(archive)
     lone = tmp_path / "lone"
     lone.mkdir()
     archive.rename(lone / archive.name)
-    with pytest.raises(ValueError, match=r"binary\.tar\.gz: begins with '<!DOCTYPE html><htm'; expected a whole \.tar"):
+    with pytest.raises(
+        ValueError, match=r"binary\.tar\.gz: begins with '<!DOCTYPE html><html'; expected a whole \.tar"
+    ):
         read_cifar10(lone)
 
 

@@ -1,5 +1,6 @@
 """Pickles are read as data: nothing in them is ever run, and none takes more time or memory than its size warrants."""
 
+import contextlib
 import copyreg
 import pickle
 import struct
@@ -36,7 +37,6 @@ def live_attacks(path: str) -> dict[str, bytes]:
         "Python 2 builtins": P2 + b"c__builtin__\neval\n" + text(f"__import__('os').mkdir({path!r})") + b"\x85R.",
         "inst": b"(" + quoted + b"ios\nmkdir\n.",
         "obj": b"(cos\nmkdir\n" + quoted + b"o.",
-        "newobj": P2 + b"csubprocess\nPopen\n" + text(f"mkdir {path}") + b"\x85\x81.",
         "in a key": P2 + b"}cos\nmkdir\n" + target + b"\x85RNs.",
         "in a list of labels": P2 + b"}" + text("labels") + b"](cos\nmkdir\n" + target + b"\x85Res.",
         "in the state of an array": (
@@ -44,7 +44,7 @@ def live_attacks(path: str) -> dict[str, bytes]:
             + b"cnumpy._core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
             + b"cos\nmkdir\n"
             + target
-            + b"\x85R0."
+            + b"\x85Rb."
         ),
         "partial": (P2 + b"cfunctools\npartial\ncos\nmkdir\n" + target + b"\x86R)R."),
         "extension code": P2 + b"\x82\xf0" + target + b"\x85R.",
@@ -76,16 +76,14 @@ def test_attack_is_refused_by_name(attack, tmp_path, registered_extension):
     if attack == "extension code":
         assert "an extension code" in str(error.value)
     else:
-        assert any(name in str(error.value) for name in ("mkdir", "system", "eval", "Popen", "partial"))
+        assert any(name in str(error.value) for name in ("mkdir", "system", "eval", "partial"))
 
 
-@pytest.mark.parametrize("attack", [name for name in LIVE if name not in ("newobj", "in the state of an array")])
+@pytest.mark.parametrize("attack", LIVE)
 def test_the_attacks_are_real(attack, tmp_path, registered_extension):
     target = tmp_path / "made"
-    try:
+    with contextlib.suppress(TypeError):  # raised after the harm is done
         pickle.loads(live_attacks(str(target))[attack])
-    except TypeError:
-        pass  # after the harm is done
     assert target.exists()
 
 
@@ -108,6 +106,7 @@ HUGE = b"\x8a\x06" + (1 << 40).to_bytes(6, "little")
 REFUSED = {
     "numpy.ndarray called": (P2 + b"cnumpy\nndarray\n" + HUGE + b"\x85\x85R.", "to call numpy.ndarray"),
     "numpy.ndarray as new object": (P2 + b"cnumpy\nndarray\n" + HUGE + b"\x85\x85\x81.", "to build an object"),
+    "new object of another class": (P2 + b"csubprocess\nPopen\n" + text("true") + b"\x85\x81.", "subprocess.Popen"),
     "subclass of ndarray": (P2 + RECONSTRUCT + b"cnumpy\nmatrix\nK\x00\x85C\x01b\x87R.", "numpy.matrix"),
     "memmap": (P2 + b"cnumpy\nmemmap\n" + text("/etc/passwd") + b"\x85R.", "numpy.memmap"),
     "np.load": (P2 + b"cnumpy\nload\n" + text("/etc/passwd") + b"\x85R.", "numpy.load"),
@@ -128,6 +127,10 @@ REFUSED = {
     "array longer than its bytes": (
         P2 + EMPTY_ARRAY + b"(K\x01J\xff\xff\xff\x7f\x85" + U1 + b"\x89C\x02abtb.",
         "does not fit its 2 bytes",
+    ),
+    "array shorter than its bytes": (
+        P2 + EMPTY_ARRAY + b"(K\x01K\x01\x85" + U1 + b"\x89C\x02abtb.",
+        "does not fit its 2",
     ),
     "array of negative size": (P2 + EMPTY_ARRAY + b"(K\x01J\xff\xff\xff\xff\x85" + U1 + b"\x89C\x02abtb.", "unusual"),
     "array with many dimensions": (
@@ -171,7 +174,7 @@ REFUSED = {
 @pytest.mark.parametrize("attack", REFUSED)
 def test_refused(attack):
     data, reason = REFUSED[attack]
-    with pytest.raises(ValueError, match="^f: refuses .* at byte .*; expected a pickle of NumPy arrays") as error:
+    with pytest.raises(ValueError, match=r"^f: refuses .* at byte .*; expected a pickle of NumPy arrays") as error:
         read_pickle(data, "f")
     assert reason in str(error.value)
     assert str(error.value).isprintable() and len(str(error.value)) < 300
@@ -242,17 +245,17 @@ def test_bomb_takes_no_memory(bomb):
     assert peak < 1_000_000 + 150 * len(data)
 
 
-@pytest.mark.parametrize("length", [0, 1, 5, 40, 300, -40, -1])
+@pytest.mark.parametrize("length", [0, 1, 5, 40, 200, -40, -1])
 def test_truncated(length):
     whole = files.python2_pickle({b"labels": [1, 2, 3], b"data": np.arange(96, dtype=np.uint8).reshape(2, 48)})
     data = whole[:length]
-    with pytest.raises(ValueError, match="^f: .*; expected a pickle"):
+    with pytest.raises(ValueError, match=r"^f: .*; expected a pickle"):
         read_pickle(data, "f")
 
 
 @pytest.mark.parametrize("data", [b"<!DOCTYPE html>\n<html>", b"\x1f\x8b\x08\x00", b"PK\x03\x04", b"\n", b"\x80\x09N."])
 def test_not_a_pickle(data):
-    with pytest.raises(ValueError, match="^f: .*; expected a pickle"):
+    with pytest.raises(ValueError, match=r"^f: .*; expected a pickle"):
         read_pickle(data, "f")
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnnjax.order import batches, epoch_order, num_batches, split_validation
+from cnnjax.datasets.order import batches, epoch_order, num_batches, split_validation
 
 MASK = 2**64 - 1
 

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -51,9 +52,10 @@ def read_labelled(path: Path, name: str, max_value: int, num_classes: int = 10) 
     for column, limit in zip(table.columns, [num_classes - 1] + [max_value] * pixels, strict=True):
         values = table[column]
         if not pd.api.types.is_integer_dtype(values.dtype):
-            # Text is compared as text: 3.0 and True are no whole numbers here, and an empty cell is no zero.
-            numbers = pd.to_numeric(values.astype(str).where(values.astype(str).str.fullmatch(r"-?\d{1,15}")))
-            raise _wrong(path, column, np.asarray(numbers.isna()), values)
+            # One odd cell turns its whole column into another type, so the file is read again as it is written.
+            cells = pd.read_csv(path, index_col=False, skip_blank_lines=False, dtype=str, na_filter=False)[column]
+            odd = np.asarray(~cells.fillna("").str.fullmatch(r"-?\d{1,15}"))
+            raise _wrong(path, column, odd, cells.fillna(""), "a whole number")
         outside = np.asarray((values < 0) | (values > limit))
         if outside.any():
             raise _wrong(path, column, outside, values, f"0 to {limit}")
@@ -62,9 +64,9 @@ def read_labelled(path: Path, name: str, max_value: int, num_classes: int = 10) 
     return Dataset(name, images_NHWC, table["label"].to_numpy(np.int32), names, str(path))
 
 
-def _wrong(path: Path, column: str, wrong: np.ndarray, values: object, expected: str = "a whole number") -> ValueError:
+def _wrong(path: Path, column: str, wrong: np.ndarray, values: Iterable[object], expected: str) -> ValueError:
     """The error for the first wrong value of a column."""
-    rows = np.flatnonzero(wrong)
-    row = int(rows[0]) if len(rows) else 0
+    row = int(np.argmax(wrong))
+    value = str(list(values)[row])[:30]
     # Line 1 is the header.
-    return ValueError(f"{path}: line {row + 2} has {column} {np.asarray(values)[row]}; expected {expected}")
+    return ValueError(f"{path}: line {row + 2} has {column} {value or 'empty'}; expected {expected}")

@@ -1,5 +1,6 @@
 """Downloads that are whole and checked, or not there at all."""
 
+import contextlib
 import dataclasses
 import hashlib
 import http.client
@@ -82,7 +83,6 @@ def _fetch(file: RemoteFile, target: Path, quiet: bool) -> None:
     partial = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
     try:
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
             digest = _stream(file.url, partial, quiet)
             if digest != file.md5:
                 raise DownloadError(f"{file.url}: the file received has md5 {digest}; expected {file.md5}")
@@ -110,7 +110,11 @@ def _stream(url: str, path: Path, quiet: bool) -> str:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=quiet)
     opener = urllib.request.build_opener(_HttpHandler, _HttpsHandler)
-    with opener.open(url, timeout=_CONNECT_SECONDS) as response, path.open("xb") as output, progress:
+    with contextlib.ExitStack() as stack:
+        response = stack.enter_context(opener.open(url, timeout=_CONNECT_SECONDS))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        output = stack.enter_context(path.open("xb"))
+        stack.enter_context(progress)
         length = response.headers.get("Content-Length", "")
         total = int(length) if length.isdecimal() else None
         task = progress.add_task(f"Downloading {url.rpartition('/')[2]}", total=total)

@@ -1,0 +1,26 @@
+"""Eight fake CPU devices, small networks, and real data where the machine has it."""
+
+import os
+
+# Before JAX starts a backend. Child processes choose for themselves.
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(autouse=True)
+def no_data_of_the_user(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Tests see the user's data only where they ask for it, and never the network."""
+    if request.node.get_closest_marker("realdata") is None:
+        monkeypatch.delenv("CNNJAX_DATA", raising=False)
+    monkeypatch.setenv("CNNJAX_OFFLINE", "1")
+    os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+
+
+@pytest.fixture
+def x64():
+    """Float64 for one test."""
+    with jax.enable_x64(True):
+        yield
