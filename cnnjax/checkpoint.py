@@ -1,10 +1,11 @@
 """Checkpoints: the whole state, the position in the data and the options, saved while training goes on.
 
-A checkpoint appears under its final name only when it is complete, so a killed process leaves none that is half
-written.
+A checkpoint appears under its final name only when it is complete, and loses that name before it is deleted, so a
+killed process leaves none that is half there.
 """
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ _log.setLevel(logging.WARNING)  # Orbax reports every save in several lines of i
 _log.addFilter(lambda record: "did not provide metrics" not in record.getMessage())
 
 
+_DISCARDED = "discarded"  # subfolder of checkpoints on their way out
+
+
 def _rating(metrics: dict) -> float:
     return metrics["val_accuracy"]
 
@@ -32,7 +36,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int):
-        """Opens, or creates, the folder; what a killed process left half written is removed.
+        """Opens, or creates, the folder; what a killed process left half written or half deleted is removed.
 
         Args:
             directory: Folder of the checkpoints, one subfolder a step.
@@ -46,17 +50,20 @@ class Checkpoints:
                 preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
                 best_fn=_rating,  # without it, metrics are not written
                 cleanup_tmp_directories=True,
+                todelete_subdir=_DISCARDED,
             ),
             item_names=("state", "position", "config"),
         )
+        self._discard()
 
     def save(self, step: int, state: Any, position: dict, config: dict, val_accuracy: float | None = None) -> None:
         """Starts to save; training may go on, and donate ``state``, at once.
 
         A step that is there stays as it is, unless only now its ``val_accuracy`` is known.
         """
+        self.wait()
+        self._discard()
         if step in self._manager.all_steps():
-            self.wait()
             if val_accuracy is None or self._manager.metrics(step) is not None:
                 return
             self._manager.delete(step)
@@ -115,3 +122,7 @@ class Checkpoints:
     def close(self) -> None:
         """Waits and releases the folder."""
         self._manager.close()
+        self._discard()
+
+    def _discard(self) -> None:
+        shutil.rmtree(self.directory / _DISCARDED, ignore_errors=True)

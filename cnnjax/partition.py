@@ -48,7 +48,7 @@ def request_cpu_devices(count: int) -> None:
     """Asks for that many fake CPU devices, if no backend has started yet. Accelerators are not affected."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return  # the user has chosen; JAX refuses both settings together
-    if count > max(jax.config.read("jax_num_cpu_devices"), 1):
+    if count > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]  (made at run time)
         try:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
