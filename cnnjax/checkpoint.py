@@ -4,8 +4,10 @@ A checkpoint appears under its final name only when it is complete, and loses th
 killed process leaves none that is half there.
 """
 
+import contextlib
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,8 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from cnnjax.config import UsageError
 
-_log = logging.getLogger("absl")
-_log.setLevel(logging.WARNING)  # Orbax reports every save in several lines of its own
-# Nor is a checkpoint between two evaluations worth a warning.
-_log.addFilter(lambda record: "did not provide metrics" not in record.getMessage())
+# Orbax reports every save in several lines, warns of each without metrics, and logs what it then raises as well.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 
 _DISCARDED = "discarded"  # subfolder of checkpoints on their way out
@@ -27,6 +27,16 @@ _DISCARDED = "discarded"  # subfolder of checkpoints on their way out
 
 def _rating(metrics: dict) -> float:
     return metrics["val_accuracy"]
+
+
+@contextlib.contextmanager
+def _failing(what: str, remedy: str) -> Iterator[None]:
+    """Whatever goes wrong below Orbax, which may be any exception, is said in one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise UsageError(f"{what} ({reason}); {remedy}") from error
 
 
 class Checkpoints:
@@ -41,43 +51,49 @@ class Checkpoints:
         Args:
             directory: Folder of the checkpoints, one subfolder a step.
             keep: Newest checkpoints that stay.
+
+        Raises:
+            UsageError: If the folder cannot be read.
         """
         best = BestN(get_metric_fn=_rating, n=1, keep_checkpoints_without_metrics=False)
         self.directory = Path(directory).absolute()
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
-                best_fn=_rating,  # without it, metrics are not written
-                cleanup_tmp_directories=True,
-                todelete_subdir=_DISCARDED,
-            ),
-            item_names=("state", "position", "config"),
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
+            best_fn=_rating,  # without it, metrics are not written
+            cleanup_tmp_directories=True,
+            todelete_subdir=_DISCARDED,
         )
+        with _failing(f"{self.directory}: a checkpoint in it cannot be read", "delete its folder, likely the newest"):
+            self._manager = ocp.CheckpointManager(
+                self.directory, options=options, item_names=("state", "position", "config")
+            )
         self._discard()
 
     def save(self, step: int, state: Any, position: dict, config: dict, val_accuracy: float | None = None) -> None:
         """Starts to save; training may go on, and donate ``state``, at once.
 
         A step that is there stays as it is, unless only now its ``val_accuracy`` is known.
+
+        Raises:
+            UsageError: If this checkpoint or the one before cannot be written.
         """
         self.wait()
-        self._discard()
         if step in self._manager.all_steps():
             if val_accuracy is None or self._manager.metrics(step) is not None:
                 return
             self._manager.delete(step)
         # On a CPU, host and device memory are one: without a copy the next step would overwrite what is being written.
         state = jax.tree.map(jnp.copy, state)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                position=ocp.args.JsonSave(position),
-                config=ocp.args.JsonSave(config),
-            ),
-            metrics=None if val_accuracy is None else {"val_accuracy": val_accuracy},
-        )
+        with self._writing():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    position=ocp.args.JsonSave(position),
+                    config=ocp.args.JsonSave(config),
+                ),
+                metrics=None if val_accuracy is None else {"val_accuracy": val_accuracy},
+            )
 
     def newest(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
@@ -105,24 +121,29 @@ class Checkpoints:
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state, shardings
         )
         args = ocp.args.Composite(state=ocp.args.StandardRestore(target), position=ocp.args.JsonRestore())
-        try:
+        path = self.directory / str(step)
+        with _failing(f"{path}: this checkpoint cannot be read", "delete its folder to continue from the one before"):
             restored = self._manager.restore(step, args=args)
-        except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            raise UsageError(
-                f"{self.directory / str(step)}: this checkpoint cannot be read ({reason}); "
-                "delete its folder to continue from the one before"
-            ) from error
         return restored["state"], restored["position"]
 
     def wait(self) -> None:
-        """Returns when every started save is complete."""
-        self._manager.wait_until_finished()
+        """Returns when every started save is complete.
+
+        Raises:
+            UsageError: If one failed.
+        """
+        with self._writing():
+            self._manager.wait_until_finished()
+        self._discard()
 
     def close(self) -> None:
         """Waits and releases the folder."""
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
         self._discard()
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        return _failing(f"{self.directory}: a checkpoint cannot be written", "is the disk full?")
 
     def _discard(self) -> None:
         shutil.rmtree(self.directory / _DISCARDED, ignore_errors=True)

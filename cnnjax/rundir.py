@@ -32,7 +32,8 @@ class RunDirectory:
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self._lock = (path / "run.log").open("a")
+        # Unbuffered: what a full disk refuses would otherwise be refused again on closing.
+        self._lock = (path / "run.log").open("ab", buffering=0)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -41,8 +42,7 @@ class RunDirectory:
 
     def log(self, text: str) -> None:
         """Appends a line with the time to ``run.log``."""
-        self._lock.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        self._lock.flush()
+        self._lock.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
     def close(self) -> None:
         """Unlocks the folder."""

@@ -100,7 +100,7 @@ def parse(experiment: str, about: str, presets: Presets, arguments: Sequence[str
 def _value_of(name: str, arguments: Sequence[str]) -> str | None:
     """The last value given to a flag, also for those that decide the defaults of all others."""
     found = None
-    for before, after in zip(arguments, (*arguments[1:], ""), strict=True):
+    for before, after in itertools.pairwise((*arguments, "")):
         given, equals, value = before.partition("=")
         if given.replace("_", "-") == name:
             found = value if equals else after
@@ -194,11 +194,18 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
         how = f"resume with: python -m experiments.{experiment} --run-dir {shlex.quote(str(path))} --resume"
         steps = compile_steps(recipe, mesh, input_shape(config, training.image_shape))
         try:
-            with _mistakes(UsageError, OSError):
-                result = Fit(steps, mesh, training, validation, splits.test, config, run, console).run()
+            with _mistakes(UsageError):
+                try:
+                    result = Fit(steps, mesh, training, validation, splits.test, config, run, console).run()
+                except OSError as error:
+                    raise UsageError(f"--run-dir {path} cannot be written: {error}") from error
         except NotFinite as error:
             console.warn(str(error))
             return 3
+        except _Mistake as error:
+            with contextlib.suppress(OSError):
+                run.log(f"error: {error}")
+            raise
         if result.stopped_by is not None:
             console.warn(f"stopped by {result.stopped_by.name} at step {result.step}, checkpoint saved; {how}")
             return 130 if result.stopped_by == signal.SIGINT else 0
