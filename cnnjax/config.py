@@ -25,10 +25,19 @@ class TrainConfig:
     """Data set: a file, folder or .tar.gz; READER:PATH (cifar10:, cifar100:, idx:); or cifar10, cifar100, mnist,
     digits. Default: $CNNJAX_DATA, then data/downloads/, then a download, then the shipped digits."""
     mesh: str = "data=1"
-    """Device layout, AXIS=SIZE; data splits each batch over SIZE devices, -1 takes all. On a host with only CPUs,
-    enough fake devices are made."""
-    strategy: Literal["jit"] = "jit"
-    """How the step is spread over the mesh: jit lets the compiler partition it."""
+    """Device layout, AXIS=SIZE[,AXIS=SIZE...]: data splits each batch; fsdp splits the batch, the parameters and the
+    optimiser's state; model splits channels and features; space splits image rows. A size of -1 takes the devices that
+    are left. On a host with only CPUs, enough fake devices are made."""
+    strategy: Literal["jit", "shard_map", "pmap"] = "jit"
+    """How the step is spread over the mesh: jit lets the compiler partition it; shard_map writes the collectives out
+    (axes data and fsdp); pmap is the older interface (data)."""
+    microbatches: int = 1
+    """Parts of each batch that are computed one after another, their gradients added up; batch norm takes the
+    statistics of each part."""
+    bn_scope: Literal["global", "local"] = "global"
+    """Batch norm over the whole batch, or on each device over its own part as other frameworks do (shard_map, pmap)."""
+    strict_sharding: bool = False
+    """Refuse a mesh whose sizes do not divide the channels that model would split, instead of leaving those whole."""
 
     batch_size: int = 128
     """Images a step, over all devices together."""
@@ -122,7 +131,17 @@ class TrainConfig:
             if not ok:
                 raise ValueError(f"{flag(field)} is {getattr(self, field)}; allowed: {allowed}")
 
-        at_least_one = ("batch_size", "epochs", "steps", "classes", "crop_to", "eval_every", "keep", "log_every")
+        at_least_one = (
+            "batch_size",
+            "microbatches",
+            "epochs",
+            "steps",
+            "classes",
+            "crop_to",
+            "eval_every",
+            "keep",
+            "log_every",
+        )
         for field in at_least_one:
             need(getattr(self, field) is None or getattr(self, field) >= 1, field, "1 or more")
         for field in ("warmup_epochs", "time_decay", "weight_decay", "brightness"):

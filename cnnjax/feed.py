@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from cnnjax import partition
 from cnnjax.datasets.base import Dataset
 from cnnjax.datasets.order import BatchIndices
+from cnnjax.partition import Layout
 
 
 class Feed:
@@ -24,18 +23,18 @@ class Feed:
         waited_s: Seconds that the consumer has waited for a batch so far.
     """
 
-    def __init__(self, dataset: Dataset, batches: Iterable[BatchIndices], mesh: Mesh, depth: int = 2):
+    def __init__(self, dataset: Dataset, batches: Iterable[BatchIndices], layout: Layout, depth: int = 2):
         """Starts gathering.
 
         Args:
             dataset: Images and labels that the indices refer to.
             batches: What to send, in this order.
-            mesh: Where to send it.
+            layout: Where to send it.
             depth: Batches that may wait on the devices, beyond the one in use.
         """
         self.waited_s = 0.0
-        self._dataset, self._batches, self._mesh = dataset, batches, mesh
-        self._sharding = partition.batch_sharding(mesh)
+        self._dataset, self._batches, self._layout = dataset, batches, layout
+        self._sharding = layout.batch_sharding
         self._ready: queue.Queue = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send, name="feed", daemon=True)
@@ -62,7 +61,7 @@ class Feed:
     def _send(self) -> None:
         try:
             for indices in self._batches:
-                if not self._put(jax.device_put(gather(self._dataset, indices, self._mesh), self._sharding)):
+                if not self._put(jax.device_put(gather(self._dataset, indices, self._layout), self._sharding)):
                     return
             self._put(None)
         except BaseException as error:  # whatever it is, the consumer must hear of it instead of waiting for ever
@@ -78,13 +77,13 @@ class Feed:
         return False
 
 
-def gather(dataset: Dataset, indices: BatchIndices, mesh: Mesh) -> dict[str, np.ndarray]:
-    """One batch in host memory, its rows filled up to a multiple of the devices that split it."""
-    missing = partition.batch_rows(mesh, len(indices.index)) - len(indices.index)
-    index_B = np.pad(indices.index, (0, missing), mode="edge")
+def gather(dataset: Dataset, indices: BatchIndices, layout: Layout) -> dict[str, np.ndarray]:
+    """One batch in host memory, its rows as the layout places them."""
+    place = layout.rows(len(indices.index))
+    index_B = indices.index[place]
     return {
         "image": dataset.images_NHWC[index_B],
         "label": dataset.labels_N[index_B],
-        "weight": np.pad(indices.weight, (0, missing)),
+        "weight": np.where(place >= 0, indices.weight[place], np.float32(0)),
         "index": index_B,
     }

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from cnnjax import metrics, partition, rundir
 from cnnjax.checkpoint import Checkpoints
@@ -23,8 +22,10 @@ from cnnjax.datasets.base import Dataset
 from cnnjax.datasets.order import batches, epoch_order, num_batches
 from cnnjax.feed import Feed
 from cnnjax.metrics import Sums
+from cnnjax.partition import Layout
 from cnnjax.rundir import RunDirectory
-from cnnjax.step import Steps, TrainState
+from cnnjax.step import TrainState
+from cnnjax.strategy import Steps
 
 
 class NotFinite(Exception):
@@ -76,7 +77,7 @@ class Fit:
     def __init__(
         self,
         steps: Steps,
-        mesh: Mesh,
+        layout: Layout,
         train: Dataset,
         validation: Dataset,
         test: Dataset | None,
@@ -88,7 +89,7 @@ class Fit:
 
         Args:
             steps: The jitted step functions.
-            mesh: Their mesh.
+            layout: Their layout.
             train: Images to train on.
             validation: Images behind ``val_loss`` and ``val_accuracy``.
             test: Images behind ``predictions.csv``, evaluated once at the end; may be ``validation`` itself, which
@@ -99,7 +100,7 @@ class Fit:
         """
         if config.epochs is None:
             raise ValueError("config.epochs is None; fit needs a number of epochs")
-        self.steps, self.mesh = steps, mesh
+        self.steps, self.layout = steps, layout
         self.train, self.validation, self.test = train, validation, validation if test is None else test
         self.config, self.folder, self.console = config, folder, console
         self.has_test = test is not None
@@ -124,7 +125,7 @@ class Fit:
             state = self._first_state()
             # Only now: a run that cannot be resumed like this keeps its options.
             rundir.write_config(self.folder, self.config)
-            rundir.write_environment(self.folder, self.mesh, self.train.source)
+            rundir.write_environment(self.folder, self.layout.mesh, self.train.source)
             if self.step >= self.total_steps:
                 self.console.say(f"the run is complete already: {self.step} steps are done")
             self.metrics_file = metrics.MetricsFile(self.folder.path / "metrics.csv", self.position.epoch)
@@ -185,7 +186,7 @@ class Fit:
     def _compile(self, state: TrainState) -> None:
         """Compiles both steps ahead, so that no epoch's time holds a compilation."""
         start = time.perf_counter()
-        rows = partition.batch_rows(self.mesh, self.config.batch_size)
+        rows = len(self.layout.rows(self.config.batch_size))
 
         def abstract(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((rows, *shape), dtype)
@@ -234,7 +235,7 @@ class Fit:
         order_N = epoch_order(config.seed, position.epoch, len(self.train))
         last = min(self.epoch_batches, position.batch + self.total_steps - self.step)
         start = time.perf_counter()
-        with Feed(self.train, batches(order_N, config.batch_size, start=position.batch), self.mesh) as feed:
+        with Feed(self.train, batches(order_N, config.batch_size, start=position.batch), self.layout) as feed:
             running: Any = None
             for batch in itertools.islice(feed, last - position.batch):
                 state, results = self.train_step(state, batch)
@@ -306,13 +307,16 @@ class Fit:
         """Evaluates every image once; None if a signal came."""
         start = time.perf_counter()
         sums, predicted = Sums(), []
-        with Feed(dataset, batches(np.arange(len(dataset)), self.config.batch_size), self.mesh) as feed:
+        place = self.layout.rows(self.config.batch_size)
+        with Feed(dataset, batches(np.arange(len(dataset)), self.config.batch_size), self.layout) as feed:
             for batch in feed:
                 if self.signal is not None:
                     return None
                 results = jax.device_get(self.eval_step(state, batch))
                 sums.add(results)
-                predicted.append(results["predicted"][: self.config.batch_size])
+                in_order_B = np.empty(self.config.batch_size, np.int32)
+                in_order_B[place[place >= 0]] = results["predicted"][place >= 0]
+                predicted.append(in_order_B)
         return Evaluation(sums, np.concatenate(predicted)[: len(dataset)], time.perf_counter() - start)
 
     def _write_epoch(self, validated: Evaluation | None) -> None:
@@ -322,9 +326,9 @@ class Fit:
             "dataset": self.train.name,
             "framework": "jax",
             "backend": jax.default_backend(),
-            "mesh": partition.describe(self.mesh),
+            "mesh": partition.describe(self.layout.mesh),
             "strategy": config.strategy,
-            "bn_scope": "global",
+            "bn_scope": self.layout.bn_scope,
             "dtype": "float64" if config.x64 else config.dtype,
             "seed": config.seed,
             "epoch": self.position.epoch + 1,

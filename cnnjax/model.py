@@ -3,6 +3,7 @@
 Dimension letters: B batch, H height, W width, C channels, I input and O output features.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from cnnjax import networks, ops
+from cnnjax import networks, ops, spatial
 from cnnjax.networks import Init, Network, Shape
+from cnnjax.spatial import Rows
 
 Variables = Mapping[str, Any]
 
@@ -49,46 +51,74 @@ class CNN(nn.Module):
     param_dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool, sample_keys_B=None, weight_B=None) -> jax.Array:
-        """Images ``[B, H, W, C]`` to logits ``[B, classes]``; see `apply`."""
+    def __call__(self, x: jax.Array, call: "Call", rows: Rows | None = None) -> tuple[jax.Array, Rows | None]:
+        """Images ``[B, H, W, C]`` to logits ``[B, classes]``, and how rows are split at the end; see `apply`."""
         x = x.astype(self.dtype)
         for i, (name, layer) in enumerate(networks.named_layers(self.layers)):
             match layer:
                 case networks.Conv():
                     kernel = (*layer.kernel, x.shape[-1], layer.features)
                     w_HWIO, bias = _Weights(layer, kernel, self.param_dtype, name=name)()
-                    x = ops.conv2d(x, w_HWIO.astype(self.dtype), layer.strides, layer.padding)
+                    w_HWIO = w_HWIO.astype(self.dtype)
+
+                    def convolve(x, padding, w_HWIO=w_HWIO, layer=layer):
+                        return ops.conv2d(x, w_HWIO, layer.strides, padding)
+
+                    x, rows = spatial.windowed(convolve, x, rows, layer.kernel, layer.strides, layer.padding, 0.0)
                     x = x if bias is None else x + bias.astype(self.dtype)
                 case networks.Dense():
                     w_IO, bias = _Weights(layer, (x.shape[-1], layer.features), self.param_dtype, name=name)()
                     x = x @ w_IO.astype(self.dtype)
                     x = x if bias is None else x + bias.astype(self.dtype)
                 case networks.BatchNorm():
-                    x = _BatchNorm(layer, self.param_dtype, name=name)(x, train, weight_B).astype(self.dtype)
+                    x = _BatchNorm(layer, self.param_dtype, name=name)(x, call, rows).astype(self.dtype)
                 case networks.Relu():
                     x = nn.relu(x)
                 case networks.MaxPool():
-                    x = ops.max_pool(x, layer.window, layer.strides, layer.padding)
+
+                    def pool(x, padding, layer=layer):
+                        return ops.max_pool(x, layer.window, layer.strides, padding)
+
+                    x, rows = spatial.windowed(pool, x, rows, layer.window, layer.strides, layer.padding, -jnp.inf)
+                case networks.AvgPool(window=None):
+                    x, rows = spatial.mean(x, rows) if rows else jnp.mean(x, (1, 2), keepdims=True), None
                 case networks.AvgPool():
-                    x = ops.avg_pool(x, layer.window or ops.image_size(x), layer.strides)
+                    window = layer.window or ops.image_size(x)
+
+                    def average(x, padding, window=window, layer=layer):
+                        return ops.avg_pool(x, window, layer.strides)
+
+                    x, rows = spatial.windowed(average, x, rows, window, layer.strides, "VALID", 0.0)
                 case networks.Flatten():
+                    x, rows = spatial.gather(x, rows) if rows else x, None
                     x = x.reshape(x.shape[0], -1)
                 case networks.Dropout():
-                    if train and layer.rate:
-                        if sample_keys_B is None:
+                    if call.train and layer.rate:
+                        if call.sample_keys_B is None:
                             raise ValueError(f"{name}: training needs sample_keys_B, one random key a sample")
-                        keys_B = jax.vmap(jax.random.fold_in, (0, None))(sample_keys_B, i)
+                        keys_B = jax.vmap(jax.random.fold_in, (0, None))(call.sample_keys_B, i)
                         x = ops.dropout(x, layer.rate, keys_B)
                 case networks.Residual():
-                    x = _Residual(layer, self.dtype, self.param_dtype, name=name)(
-                        x, train, _fold(sample_keys_B, i), weight_B
-                    )
-        return x
+                    block = _Residual(layer, self.dtype, self.param_dtype, name=name)
+                    x, rows = block(x, call.folded(i), rows)
+        return x, rows
 
 
-def _fold(sample_keys_B: jax.Array | None, number: int) -> jax.Array | None:
-    """Keys of one layer, so that layers draw independently."""
-    return None if sample_keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(sample_keys_B, number)
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What every layer is told of one application; the fields are those of `apply`."""
+
+    train: bool
+    sample_keys_B: jax.Array | None = None
+    weight_B: jax.Array | None = None
+    batch_axes: tuple[str, ...] = ()
+
+    def folded(self, number: int) -> "Call":
+        """The same with keys of its own for a block, so that layers draw independently."""
+        if self.sample_keys_B is None:
+            return self
+        keys_B = jax.vmap(jax.random.fold_in, (0, None))(self.sample_keys_B, number)
+        return dataclasses.replace(self, sample_keys_B=keys_B)
 
 
 class _Weights(nn.Module):
@@ -109,12 +139,12 @@ class _BatchNorm(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool, weight_B: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, call: Call, rows: Rows | None) -> jax.Array:
         layer, shape = self.layer, x.shape[-1:]
         moving_mean = self.variable("batch_stats", "mean", jnp.zeros, shape, self.param_dtype)
         moving_var = self.variable("batch_stats", "var", jnp.ones, shape, self.param_dtype)
-        if train:
-            mean, var = ops.batch_moments(x, weight_B)
+        if call.train:
+            mean, var = ops.batch_moments(x, call.weight_B, call.batch_axes, rows)
             if not self.is_initializing():
                 for moving, value in ((moving_mean, mean), (moving_var, var)):
                     moving.value = layer.momentum * moving.value + (1 - layer.momentum) * value
@@ -135,14 +165,12 @@ class _Residual(nn.Module):
     param_dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array, train: bool, sample_keys_B, weight_B) -> jax.Array:
-        def branch(layers: Network, name: str, number: int) -> jax.Array:
-            if not layers:
-                return x
-            cnn = CNN(layers, self.dtype, self.param_dtype, name=name)
-            return cnn(x, train=train, sample_keys_B=_fold(sample_keys_B, number), weight_B=weight_B)
-
-        return branch(self.layer.body, "body", 0) + branch(self.layer.shortcut, "shortcut", 1)
+    def __call__(self, x: jax.Array, call: Call, rows: Rows | None) -> tuple[jax.Array, Rows | None]:
+        body, body_rows = CNN(self.layer.body, self.dtype, self.param_dtype, name="body")(x, call.folded(0), rows)
+        if not self.layer.shortcut:
+            return body + x, body_rows
+        cnn = CNN(self.layer.shortcut, self.dtype, self.param_dtype, name="shortcut")
+        return body + cnn(x, call.folded(1), rows)[0], body_rows
 
 
 def init(key: jax.Array, network: Network, input_shape: Shape, *, param_dtype: Any = jnp.float32) -> Variables:
@@ -162,7 +190,7 @@ def init(key: jax.Array, network: Network, input_shape: Shape, *, param_dtype: A
     """
     networks.output_shape(network, input_shape)
     x_BHWC = jnp.zeros((1, *input_shape), param_dtype)
-    variables = CNN(network, param_dtype, param_dtype).init(key, x_BHWC, train=False)
+    variables = CNN(network, param_dtype, param_dtype).init(key, x_BHWC, Call(train=False))
     return {"params": variables["params"], "batch_stats": variables.get("batch_stats", {})}
 
 
@@ -175,6 +203,8 @@ def apply(
     sample_keys_B: jax.Array | None = None,
     weight_B: jax.Array | None = None,
     dtype: Any = jnp.float32,
+    batch_axes: tuple[str, ...] = (),
+    rows: Rows | None = None,
 ) -> tuple[jax.Array, Any]:
     """Logits of a batch of images.
 
@@ -186,12 +216,13 @@ def apply(
         sample_keys_B: One random key a sample, for dropout; needed where ``train`` and the network has dropout.
         weight_B: 1 for samples that count, 0 for padding, which batch norm leaves out; None where all count.
         dtype: Type that the layers compute in.
+        batch_axes: Manual mesh axes over which batch norm sums, inside `jax.shard_map`; none under plain jit.
+        rows: How the rows of the images are split, inside `jax.shard_map`; None where they are whole.
 
     Returns:
         ``(logits_BC, batch_stats)``; the statistics are unchanged where ``train`` is False.
     """
     module = CNN(network, dtype, jax.tree.leaves(variables["params"])[0].dtype)
-    logits_BC, updated = module.apply(
-        variables, x_BHWC, train=train, sample_keys_B=sample_keys_B, weight_B=weight_B, mutable=["batch_stats"]
-    )
+    call = Call(train, sample_keys_B, weight_B, batch_axes)
+    (logits_BC, _), updated = module.apply(variables, x_BHWC, call, rows, mutable=["batch_stats"])
     return logits_BC, updated.get("batch_stats", {})

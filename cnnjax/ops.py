@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cnnjax.networks import Padding, pad_widths
+from cnnjax.spatial import Rows
 
 Size = tuple[int, int]
 
@@ -113,26 +114,38 @@ def avg_pool(x_BHWC: jax.Array, window: Size, strides: Size) -> jax.Array:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def batch_moments(x: jax.Array, weight_B: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def batch_moments(
+    x: jax.Array, weight_B: jax.Array | None, axes: tuple[str, ...] = (), rows: Rows | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Mean and biased variance of each channel over the valid samples of the batch.
 
     Args:
         x: ``[B, ..., C]``.
         weight_B: 1 for samples that count, 0 for padding; None where all count.
+        axes: Manual mesh axes that split the batch. Under plain jit, which sees the whole batch, there are none.
+        rows: How image rows are split, where they are.
 
     Returns:
-        Mean and variance, each ``[C]``, in at least float32. Under jit the batch is the global one on any mesh.
+        Mean and variance, each ``[C]``, in at least float32.
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     dims = tuple(range(x.ndim - 1))
     if weight_B is None:
-        mean = jnp.mean(x, dims)
-        return mean, jnp.mean(jnp.square(x - mean), dims)
-    # Two passes: the mean of squares minus the square of the mean loses all digits on raw 0-255 inputs.
+        weight_B = jnp.ones(x.shape[0], x.dtype)
     weight = weight_B.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
-    count = jnp.maximum(jnp.sum(weight), 1) * (x.size // x.shape[0] // x.shape[-1])
-    mean = jnp.sum(weight * x, dims) / count
-    return mean, jnp.sum(weight * jnp.square(x - mean), dims) / count
+    positions = x.size // x.shape[0] // x.shape[-1]
+    sum_axes = axes
+    if rows is not None:
+        weight = weight * rows.valid()[:, None, None].astype(x.dtype)
+        positions, sum_axes = rows.height * x.shape[2], (*axes, rows.axis)
+    count = jnp.maximum(_psum(jnp.sum(weight_B.astype(x.dtype)), axes), 1) * positions
+    # Two passes: the mean of squares minus the square of the mean loses all digits on raw 0-255 inputs.
+    mean = _psum(jnp.sum(weight * x, dims), sum_axes) / count
+    return mean, _psum(jnp.sum(weight * jnp.square(x - mean), dims), sum_axes) / count
+
+
+def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.psum(x, axes) if axes else x
 
 
 def dropout(x: jax.Array, rate: float, sample_keys_B: jax.Array) -> jax.Array:

@@ -1,23 +1,195 @@
 """Which device holds what: ``--mesh`` text to a `jax.sharding.Mesh`, ordered rules to shardings.
 
-The mesh axis so far is ``data`` (split the batch). A new axis needs a name in `AXES` and rules that use it.
+Mesh axes: ``data`` splits the batch; ``fsdp`` splits the batch, and parameters with their optimiser state; ``model``
+splits the channels of convolutions and the features of dense layers; ``space`` splits image rows (`cnnjax.spatial`).
 """
 
+import dataclasses
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data",)
-BATCH_AXES = ("data",)
+from cnnjax import networks
 
-# The first rule whose regular expression matches a parameter's path decides how its dimensions are split.
+AXES = ("data", "fsdp", "model", "space")
+BATCH_AXES = ("data", "fsdp")
+
+# The first rule whose regular expression matches an array's path decides how its dimensions are split over ``model``.
+# Paths look like ``params/conv_1/kernel``; optimiser state and moving averages end in the path of their parameter.
 Rules = Sequence[tuple[str, PartitionSpec]]
 REPLICATED: Rules = ((r".*", PartitionSpec()),)
+
+
+def tensor_rules(network: networks.Network) -> Rules:
+    """Rules that split channels over ``model`` so that two layers in a row need one reduction.
+
+    Of the convolutions and dense layers in a row, every first splits its outputs and every second its inputs; bias and
+    batch norm between them follow. `Flatten` starts a new row, and so does the body of a residual block, whose
+    shortcut is not split since its output must be whole.
+    """
+    return (*_tensor_rules(network, r"(^|/)"), *REPLICATED)
+
+
+def _tensor_rules(network: networks.Network, prefix: str) -> list[tuple[str, PartitionSpec]]:
+    rules, split = [], False  # whether the channels that reach the layer are split
+    named = networks.named_layers(network)
+    weighted = [layer for layer in network if isinstance(layer, networks.Conv | networks.Dense | networks.Residual)]
+    for name, layer in named:
+        path = f"{prefix}{name}"
+        match layer:
+            case networks.Conv() | networks.Dense():
+                weighted.pop(0)
+                before = (None,) * (2 if isinstance(layer, networks.Conv) else 0)
+                # Splitting outputs pays only where a layer with weights follows that takes split inputs.
+                splits = not split and bool(weighted) and not isinstance(weighted[0], networks.Residual)
+                if split:
+                    rules.append((rf"{path}/kernel$", PartitionSpec(*before, "model")))
+                if splits:
+                    rules.append((rf"{path}/kernel$", PartitionSpec(*before, None, "model")))
+                    rules.append((rf"{path}/bias$", PartitionSpec("model")))
+                split = splits
+            case networks.BatchNorm() if split:
+                rules.append((rf"{path}/(scale|bias|mean|var)$", PartitionSpec("model")))
+            case networks.Residual():
+                weighted.pop(0)
+                # First, since the rules of like-named layers outside would match inside the block too.
+                rules[:0] = [*_tensor_rules(layer.body, f"{path}/body/"), (rf"{path}/", PartitionSpec())]
+                split = False
+            case networks.Flatten():
+                split = False  # split channels are not contiguous in the vector: it is gathered, and small by then
+            case _:
+                pass
+    return rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh and what is done with it.
+
+    Attributes:
+        mesh: Devices.
+        microbatches: Parts of each batch whose gradients are added up before the update.
+        rules: How ``model`` splits arrays; those of `tensor_rules` where None.
+        strict: Whether a dimension that does not divide is an error rather than left whole.
+        manual: None where the compiler partitions the step. Else the step sees its device's part of the batch and of
+            the parameters, whose `PartitionSpec` tree this is, and the methods below are the collectives of the step.
+        bn_scope: ``global``: batch norm sums over the devices; ``local``: each device for itself, if manual.
+    """
+
+    mesh: Mesh
+    microbatches: int = 1
+    rules: Rules | None = None
+    strict: bool = False
+    manual: Any = None
+    bn_scope: str = "global"
+
+    def size(self, axis: str) -> int:
+        """Devices along an axis; 1 where the mesh lacks it."""
+        return self.mesh.shape.get(axis, 1)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes of the mesh that split the batch."""
+        return tuple(axis for axis in BATCH_AXES if axis in self.mesh.shape)
+
+    @property
+    def ways(self) -> int:
+        """Parts that the batch is split into."""
+        return math.prod(self.size(axis) for axis in self.batch_axes)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of every array of a batch."""
+        return NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Every device holds the whole array."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def rows(self, batch_size: int) -> np.ndarray:
+        """Where each row of a batch's arrays comes from: positions in the batch, -1 for rows that only fill up.
+
+        Micro-batch m is samples m * c to (m + 1) * c with c = ceil(batch_size / microbatches), whatever the mesh, so
+        that its batch-norm statistics are the same everywhere. Rows are ordered by device, then micro-batch, so that
+        `split` moves nothing between devices.
+        """
+        chunk = -(-batch_size // self.microbatches)
+        share = -(-chunk // self.ways)
+        place = np.full((self.microbatches, self.ways * share), -1)
+        place[:, :chunk] = np.arange(self.microbatches * chunk).reshape(self.microbatches, chunk)
+        place[place >= batch_size] = -1
+        return place.reshape(self.microbatches, self.ways, share).swapaxes(0, 1).ravel()
+
+    def split(self, batch: Any) -> Any:
+        """Arrays ``[B, ...]`` of a batch to micro-batches ``[microbatches, B / microbatches, ...]``."""
+        ways = self.ways if self.manual is None else 1
+
+        def one(x: jax.Array) -> jax.Array:
+            x = x.reshape(ways, self.microbatches, -1, *x.shape[1:]).swapaxes(0, 1)
+            return x.reshape(self.microbatches, -1, *x.shape[3:])
+
+        return jax.tree.map(one, batch)
+
+    # -- collectives, which do nothing where the compiler partitions the step ----------------------------------------
+
+    @property
+    def parts(self) -> int:
+        """Parts that add up to the loss of a batch: micro-batches times devices that compute apart."""
+        return self.microbatches * (1 if self.manual is None else self.ways)
+
+    @property
+    def bn_axes(self) -> tuple[str, ...]:
+        """Axes over which batch norm must sum by itself."""
+        return self.batch_axes if self.manual is not None and self.bn_scope == "global" else ()
+
+    def total(self, tree: Any) -> Any:
+        """Sums over the devices that split the batch."""
+        return tree if self.manual is None else lax.psum(tree, self.batch_axes)
+
+    def mean(self, tree: Any) -> Any:
+        """Means over the devices that split the batch."""
+        return tree if self.manual is None else lax.pmean(tree, self.batch_axes)
+
+    def whole(self, params: Any) -> Any:
+        """Parameters gathered from their ``fsdp`` parts; the transpose of this sums gradients and scatters them."""
+        if self.manual is None:
+            return params
+
+        def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            return lax.all_gather(x, "fsdp", axis=spec.index("fsdp"), tiled=True) if "fsdp" in spec else x
+
+        return jax.tree.map(gather, params, self.manual)
+
+    def reduced(self, grads: Any) -> Any:
+        """Gradients of the devices' losses summed, each in the form of its parameter."""
+        if self.manual is None:
+            return grads
+
+        def reduce(g: jax.Array, spec: PartitionSpec) -> jax.Array:
+            axes = tuple(axis for axis in self.batch_axes if axis not in spec)  # `whole` summed over fsdp
+            return lax.psum(g, axes) if axes else g
+
+        return jax.tree.map(reduce, grads, self.manual)
+
+    def norm(self, grads: Any) -> jax.Array:
+        """Euclidean norm of the whole gradient."""
+        if self.manual is None:
+            return optax.tree.norm(grads)
+
+        def square(g: jax.Array, spec: PartitionSpec) -> jax.Array:
+            return lax.psum(jnp.sum(jnp.square(g)), "fsdp") if "fsdp" in spec else jnp.sum(jnp.square(g))
+
+        return jnp.sqrt(sum(jax.tree.leaves(jax.tree.map(square, grads, self.manual))))
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -48,7 +220,7 @@ def request_cpu_devices(count: int) -> None:
     """Asks for that many fake CPU devices, if no backend has started yet. Accelerators are not affected."""
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return  # the user has chosen; JAX refuses both settings together
-    if count > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]  (made at run time)
+    if count > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]
         try:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
@@ -96,41 +268,67 @@ def describe(mesh: Mesh) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device holds the whole array."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The leading dimension split over `BATCH_AXES`; for every array of a batch."""
-    return NamedSharding(mesh, PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in mesh.shape)))
-
-
-def batch_rows(mesh: Mesh, batch_size: int) -> int:
-    """Rows of the arrays that carry ``batch_size`` samples: the next multiple of the devices that split the batch."""
-    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis in mesh.shape)
-    return -(-batch_size // ways) * ways
-
-
-def state_shardings(abstract_state: Any, mesh: Mesh, rules: Rules = REPLICATED) -> Any:
-    """Shardings of a state tree, by the first rule that matches each array's path.
+def state_shardings(abstract_state: Any, layout: Layout, network: networks.Network) -> tuple[Any, list[str]]:
+    """Shardings of a train state: ``model`` by rules, then ``fsdp`` on the largest dimension that is left and divides.
 
     Args:
         abstract_state: Tree of arrays or `jax.ShapeDtypeStruct`.
-        mesh: Device mesh.
-        rules: Ordered ``(path regex, PartitionSpec)`` pairs. Paths look like ``params/conv_1/kernel``; optimiser
-            state and moving averages end in the path of the parameter that they belong to.
+        layout: Mesh and rules.
+        network: Whose rules to use where the layout has none.
+
+    Returns:
+        Tree of shardings, and one line for each array that a rule would split but whose dimension does not divide.
 
     Raises:
-        ValueError: If no rule matches an array.
+        ValueError: If no rule matches an array, or with ``layout.strict`` where a dimension does not divide.
     """
+    rules = tensor_rules(network) if layout.rules is None else layout.rules
+    notes: list[str] = []
 
     def sharding(path: tuple, leaf: Any) -> NamedSharding:
-        del leaf
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        for pattern, spec in rules:
-            if re.search(pattern, name):
-                return NamedSharding(mesh, spec)
-        raise ValueError(f"no partition rule matches {name!r}; rules: {', '.join(pattern for pattern, _ in rules)}")
+        spec = next((spec for pattern, spec in rules if re.search(pattern, name)), None)
+        if spec is None:
+            raise ValueError(f"no partition rule matches {name!r}; rules: {', '.join(pattern for pattern, _ in rules)}")
+        axes = [axis if axis in layout.mesh.shape else None for axis in (*spec, *(None,) * leaf.ndim)][: leaf.ndim]
+        for dim, axis in enumerate(axes):
+            if axis is not None and leaf.shape[dim] % layout.size(axis):
+                note = f"{name} {leaf.shape}: dimension {dim} does not divide by {axis}={layout.size(axis)}"
+                if layout.strict:
+                    raise ValueError(f"--strict-sharding: {note}")
+                notes.append(f"{note}; left whole")
+                axes[dim] = None
+        if layout.size("fsdp") > 1 and not name.startswith("batch_stats/"):
+            free = [dim for dim, axis in enumerate(axes) if axis is None and leaf.shape[dim] % layout.size("fsdp") == 0]
+            if free:
+                axes[max(free, key=lambda dim: leaf.shape[dim])] = "fsdp"
+        while axes and axes[-1] is None:
+            axes.pop()
+        return NamedSharding(layout.mesh, PartitionSpec(*axes))
 
-    return jax.tree_util.tree_map_with_path(sharding, abstract_state)
+    return jax.tree_util.tree_map_with_path(sharding, abstract_state), notes
+
+
+def check_layout(strategy: str, layout: Layout) -> None:
+    """Refuses combinations that a strategy does not know.
+
+    Raises:
+        ValueError: Names the flag, what was asked for, and the strategy that knows it.
+    """
+    known = {"jit": AXES, "shard_map": BATCH_AXES, "pmap": ("data",)}[strategy]
+    if foreign := [axis for axis in layout.mesh.shape if axis not in known]:
+        raise ValueError(
+            f"--strategy {strategy} knows the axes {', '.join(known)}, but --mesh has {', '.join(foreign)}; "
+            "--strategy jit knows all"
+        )
+    if strategy == "jit" and layout.bn_scope == "local":
+        raise ValueError("--bn-scope local needs --strategy shard_map or pmap; jit computes over the whole batch")
+
+
+def over_leading(mapped: Callable, devices: int) -> Callable:
+    """``f(state, batch)`` for a pmapped f: batch arrays get a leading device dimension, and results lose it."""
+
+    def call(state: Any, batch: Any) -> Any:
+        return mapped(state, jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch))
+
+    return call

@@ -2,7 +2,7 @@
 
 A batch is ``{"image": [B, H, W, C], "label": int32 [B], "weight": float32 [B], "index": int32 [B]}``: weight 0 marks
 padding, index is the sample's number in the data set. The functions see the whole batch; where its rows live is the
-mesh's business (`compile_steps`).
+mesh's business (`cnnjax.strategy`).
 """
 
 import dataclasses
@@ -14,11 +14,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from cnnjax import model, optim, partition
+from cnnjax import model, optim, spatial
 from cnnjax.augment import Augmentation, Scaling, augment, sample_keys, scale
 from cnnjax.networks import Network, Shape
+from cnnjax.partition import Layout
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -74,83 +76,84 @@ def preprocess(recipe: Recipe, batch: Batch, keys_B: jax.Array | None, *, train:
     return scale(x_BHWC, recipe.scaling, recipe.mean, recipe.std)
 
 
-def loss_and_metrics(logits_BC: jax.Array, batch: Batch, smoothing: float = 0.0) -> tuple[jax.Array, Metrics]:
-    """Mean cross-entropy over the samples that count, and its parts as sums."""
+def batch_sums(logits_BC: jax.Array, batch: Batch, smoothing: float = 0.0) -> Metrics:
+    """Cross-entropy, hits and weight, summed over the samples that count."""
     weight_B = batch["weight"]
     logits_BC = logits_BC.astype(jnp.promote_types(logits_BC.dtype, jnp.float32))
     one_hot_BC = jax.nn.one_hot(batch["label"], logits_BC.shape[-1], dtype=logits_BC.dtype)
     losses_B = optax.softmax_cross_entropy(logits_BC, optax.smooth_labels(one_hot_BC, smoothing))
-    loss = jnp.sum(weight_B * losses_B)
-    hits = jnp.sum(weight_B * (jnp.argmax(logits_BC, -1) == batch["label"]))
-    count = jnp.sum(weight_B)
-    return loss / jnp.maximum(count, 1), {"loss": loss, "correct": hits, "count": count}
+    hits_B = jnp.argmax(logits_BC, -1) == batch["label"]
+    sums = {"loss": losses_B, "correct": hits_B, "count": jnp.ones_like(losses_B)}
+    return {name: jnp.sum(weight_B * values_B) for name, values_B in sums.items()}
 
 
-def train_step(recipe: Recipe, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """One update. The metrics are sums over the batch, of the parameters before the update."""
-    step_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 1), state.step)
+def loss_fn(recipe: Recipe, layout: Layout, params: Any, batch_stats: Any, batch: Batch, step: Any, count: Any):
+    """What a part of a batch adds to the mean loss over the ``count`` samples of the whole batch."""
+    step_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 1), step)
     augment_keys_B, dropout_keys_B = (sample_keys(key, batch["index"]) for key in jax.random.split(step_key))
     x_BHWC = preprocess(recipe, batch, augment_keys_B, train=True)
+    variables = {"params": layout.whole(params), "batch_stats": batch_stats}
+    logits_BC, batch_stats = forward(recipe, layout, variables, x_BHWC, dropout_keys_B, batch["weight"], train=True)
+    sums = batch_sums(logits_BC, batch, recipe.label_smoothing)
+    loss = sums["loss"] / count
+    if recipe.l2:
+        loss += optim.l2_penalty(variables["params"], recipe.l2) / layout.parts
+    return loss, (batch_stats, sums)
 
-    def loss_fn(params):
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        logits_BC, batch_stats = model.apply(
-            recipe.network, variables, x_BHWC, train=True,
-            sample_keys_B=dropout_keys_B, weight_B=batch["weight"], dtype=recipe.dtype,
-        )  # fmt: skip
-        loss, metrics = loss_and_metrics(logits_BC, batch, recipe.label_smoothing)
-        if recipe.l2:
-            loss += optim.l2_penalty(params, recipe.l2)
-        return loss, (batch_stats, metrics)
 
-    (_, (batch_stats, metrics)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+def train_step(recipe: Recipe, layout: Layout, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """One update. The metrics are sums over the batch, of the parameters before the update."""
+    count = jnp.maximum(layout.total(jnp.sum(batch["weight"])), 1)
+
+    def gradients(batch_stats, part):
+        loss = lambda params: loss_fn(recipe, layout, params, batch_stats, part, state.step, count)  # noqa: E731
+        (_, (batch_stats, sums)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return batch_stats, (grads, sums)
+
+    if layout.microbatches == 1:
+        batch_stats, (grads, sums) = gradients(state.batch_stats, batch)
+    else:
+        batch_stats, (grads, sums) = accumulate(gradients, state.batch_stats, layout.split(batch))
+    grads, sums, batch_stats = layout.reduced(grads), layout.total(sums), layout.mean(batch_stats)
+
     updates, opt_state = recipe.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     ema = optim.ema_update(state.ema, params, recipe.ema, state.step) if recipe.ema else None
-    metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": recipe.schedule(state.step)}
-    new_state = TrainState(step=state.step + 1, params=params, batch_stats=batch_stats, opt_state=opt_state, ema=ema)
-    return new_state, metrics
+    metrics = sums | {"grad_norm": layout.norm(grads), "learning_rate": recipe.schedule(state.step)}
+    return TrainState(state.step + 1, params, batch_stats, opt_state, ema), metrics
 
 
-def eval_step(recipe: Recipe, state: TrainState, batch: Batch) -> Metrics:
+def eval_step(recipe: Recipe, layout: Layout, state: TrainState, batch: Batch) -> Metrics:
     """Sums over the batch, and each sample's predicted class; uses the moving average where there is one."""
-    variables = {"params": state.ema if recipe.ema else state.params, "batch_stats": state.batch_stats}
+    params = layout.whole(state.ema if recipe.ema else state.params)
+    variables = {"params": params, "batch_stats": state.batch_stats}
     x_BHWC = preprocess(recipe, batch, None, train=False)
-    logits_BC, _ = model.apply(recipe.network, variables, x_BHWC, train=False, dtype=recipe.dtype)
-    _, metrics = loss_and_metrics(logits_BC, batch)
-    return metrics | {"predicted": jnp.argmax(logits_BC, -1).astype(jnp.int32)}
+    logits_BC, _ = forward(recipe, layout, variables, x_BHWC, None, None, train=False)
+    return layout.total(batch_sums(logits_BC, batch)) | {"predicted": jnp.argmax(logits_BC, -1).astype(jnp.int32)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Steps:
-    """The functions above, jitted for one mesh.
-
-    Attributes:
-        init: ``() -> state``, born with its shardings.
-        train: ``(state, batch) -> (state, metrics)``; the state given is donated, so do not use it again.
-        evaluate: ``(state, batch) -> metrics``.
-        state_shardings: Tree of shardings like the state.
-        batch_sharding: Sharding of every array of a batch.
-    """
-
-    init: Callable[[], TrainState]
-    train: Any
-    evaluate: Any
-    state_shardings: Any
-    batch_sharding: Any
-
-
-def compile_steps(recipe: Recipe, mesh: Mesh, input_shape: Shape) -> Steps:
-    """Strategy ``jit``: the compiler partitions the functions above, guided by the shardings of state and batch."""
-    init = partial(create_state, recipe, input_shape)
-    state = partition.state_shardings(jax.eval_shape(init), mesh)
-    batch, whole = partition.batch_sharding(mesh), partition.replicated(mesh)
-    return Steps(
-        init=jax.jit(init, out_shardings=state),
-        train=jax.jit(
-            partial(train_step, recipe), in_shardings=(state, batch), out_shardings=(state, whole), donate_argnums=0
+def forward(recipe: Recipe, layout: Layout, variables, x_BHWC, sample_keys_B, weight_B, *, train: bool):
+    """`model.apply`; where ``space`` splits rows, inside a shard_map over that axis alone."""
+    apply = partial(model.apply, recipe.network, train=train, dtype=recipe.dtype, batch_axes=layout.bn_axes)
+    if layout.size("space") == 1:
+        return apply(variables, x_BHWC, sample_keys_B=sample_keys_B, weight_B=weight_B)
+    rows = spatial.Rows("space", layout.size("space"), x_BHWC.shape[1])
+    split = jax.shard_map(
+        lambda variables, x_BHWC, sample_keys_B, weight_B: apply(
+            variables, x_BHWC, sample_keys_B=sample_keys_B, weight_B=weight_B, rows=rows
         ),
-        evaluate=jax.jit(partial(eval_step, recipe), in_shardings=(state, batch), out_shardings=whole),
-        state_shardings=state,
-        batch_sharding=batch,
-    )
+        mesh=layout.mesh, axis_names={"space"}, in_specs=(P(), P(None, "space"), P(), P()), out_specs=P(),
+    )  # fmt: skip
+    return split(variables, spatial.pad(x_BHWC, rows), sample_keys_B, weight_B)
+
+
+def accumulate(gradients: Callable, batch_stats: Any, parts: Batch):
+    """Runs `gradients` over micro-batches one after another and sums what it gives."""
+    first = jax.tree.map(lambda x: x[0], parts)
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(gradients, batch_stats, first)[1])
+
+    def add(carry, part):
+        batch_stats, more = gradients(carry[0], part)
+        return (batch_stats, jax.tree.map(jnp.add, carry[1], more)), None
+
+    return lax.scan(add, (batch_stats, zeros), parts)[0]

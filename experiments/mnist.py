@@ -1,6 +1,6 @@
 """Trains the 2016 project's networks on MNIST with their own hyper-parameters.
 
-    python -m experiments.mnist --data idx:FOLDER
+python -m experiments.mnist --data idx:FOLDER
 """
 
 import sys

@@ -27,7 +27,8 @@ from cnnjax.datasets.base import Dataset
 from cnnjax.datasets.order import batches, epoch_order
 from cnnjax.feed import Feed
 from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
-from cnnjax.step import Recipe, compile_steps
+from cnnjax.step import Recipe
+from cnnjax.strategy import compile_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +112,8 @@ def package_loop(network: networks.Network, dataset: Dataset, batch_size: int) -
         network, make_optimizer(config, 1000), make_schedule(config, 1000), augmentation=Augmentation(True, 4),
         scaling="unit",
     )  # fmt: skip
-    mesh = partition.make_mesh("data=1")[0]
-    steps = compile_steps(recipe, mesh, dataset.image_shape)
+    layout = partition.Layout(partition.make_mesh("data=1")[0])
+    steps = compile_steps(recipe, layout, dataset.image_shape)
     state = [steps.init()]
 
     def for_ever() -> Iterator:
@@ -121,7 +122,7 @@ def package_loop(network: networks.Network, dataset: Dataset, batch_size: int) -
 
     def run(count: int) -> float:
         start = time.perf_counter()
-        with Feed(dataset, for_ever(), mesh) as feed:
+        with Feed(dataset, for_ever(), layout) as feed:
             pending = None
             for batch in itertools.islice(feed, count):
                 state[0], metrics = steps.train(state[0], batch)

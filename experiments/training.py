@@ -164,6 +164,8 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
     with _mistakes(ValueError, OSError):
         path, saved = rundir.find_run(experiment, config)
         mesh, mesh_line = partition.make_mesh(config.mesh)
+        layout = partition.Layout(mesh, config.microbatches, strict=config.strict_sharding, bn_scope=config.bn_scope)
+        partition.check_layout(config.strategy, layout)
         found = datasets.load(config.data, default=default_data, image_shape=default_shape, quiet=config.quiet)
         splits = found.splits
         options = fill(splits.train.name)
@@ -179,7 +181,7 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
             rundir.write_config(run, config)
 
     from cnnjax.loop import Fit, NotFinite
-    from cnnjax.step import compile_steps
+    from cnnjax.strategy import compile_steps
 
     console = Console(config.quiet, run.log)
     with contextlib.closing(run):
@@ -192,11 +194,11 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
         if config.resume and saved is None:
             console.warn(f"--resume: there is no run in {path} yet, so it starts from its beginning")
         how = f"resume with: python -m experiments.{experiment} --run-dir {shlex.quote(str(path))} --resume"
-        steps = compile_steps(recipe, mesh, input_shape(config, training.image_shape))
+        steps = compile_steps(recipe, layout, input_shape(config, training.image_shape), config.strategy)
         try:
             with _mistakes(UsageError):
                 try:
-                    result = Fit(steps, mesh, training, validation, splits.test, config, run, console).run()
+                    result = Fit(steps, layout, training, validation, splits.test, config, run, console).run()
                 except OSError as error:
                     raise UsageError(f"--run-dir {path} cannot be written: {error}") from error
         except NotFinite as error:

@@ -13,10 +13,11 @@ PACKAGE = ROOT / "cnnjax"
 # From the top of the road down. Modules of one line do not import each other.
 ROAD = [
     {"networks", "config"},
-    {"datasets"},
+    {"datasets", "spatial"},
     {"augment", "metrics", "console", "ops", "optim"},
     {"model", "partition"},
     {"step", "checkpoint", "rundir", "feed"},
+    {"strategy"},
     {"loop"},
 ]
 FOREIGN = ("tensorflow", "keras", "torch", "tensorflow_datasets")

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 
 import commands
@@ -33,7 +34,7 @@ MISTAKES = [
     ("--batch-sise 5", "--batch-sise", "perhaps you meant --batch-size"),
     ("stray", "stray", "Unrecognized"),
     ("--optimizer lion", "--optimizer is 'lion'", "allowed: sgd, momentum, nesterov, adam, adamw"),
-    ("--strategy pmap", "--strategy is 'pmap'", "allowed: jit"),
+    ("--strategy hope", "--strategy is 'hope'", "allowed: jit"),
     ("--preset fast", "--preset is 'fast'", "allowed: default, ancestor"),
     ("--checkpoint-every 2fortnights", "--checkpoint-every is '2fortnights'", "a number of steps, or of epochs"),
     ("--checkpoint-every -1", "--checkpoint-every is '-1'", "a number of steps, or of epochs"),
@@ -335,6 +336,7 @@ def test_last_good_checkpoint_is_named(tmp_path, capfd):
 # -- edges ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_batch_larger_than_the_data_set(tmp_path):
     folder = tmp_path / "run"
     flags = (*SMALL, "--batch-size", 2000, "--epochs", 2, "--eval-every", 5, "--checkpoint-every", 0)
@@ -357,9 +359,9 @@ def test_validation_images_are_not_the_test_images(tmp_path, capfd):
     assert accuracy is not None
 
 
-def test_overwrite_starts_again(tmp_path):
+def test_overwrite_starts_again(finished, tmp_path):
     folder = tmp_path / "run"
-    assert call(*SMALL, "--epochs", 2, "--run-dir", folder) == 0
+    shutil.copytree(finished[0], folder)
     (folder / "report.html").write_text("old")
     assert call(*SMALL, "--epochs", 1, "--seed", 5, "--run-dir", folder, "--overwrite") == 0
     assert [(row["epoch"], row["seed"]) for row in commands.rows(folder)] == [("1", "5")]

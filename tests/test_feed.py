@@ -12,7 +12,7 @@ from cnnjax.feed import Feed
 
 @pytest.fixture(scope="module")
 def mesh():
-    return partition.make_mesh("data=4")[0]
+    return partition.Layout(partition.make_mesh("data=4")[0])
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,14 @@ import pytest
 from cnnjax import networks, partition
 from cnnjax.augment import Augmentation
 from cnnjax.networks import BatchNorm, Conv, Dense, Dropout, Flatten, MaxPool, Relu
-from cnnjax.step import Recipe, compile_steps, create_state, eval_step, loss_and_metrics, preprocess, train_step
+from cnnjax.partition import Layout
+from cnnjax.step import Recipe, batch_sums, create_state, eval_step, preprocess, train_step
+from cnnjax.strategy import compile_steps
 
 NETWORK = (Conv(3, use_bias=False), BatchNorm(0.9), Relu(), MaxPool(), Flatten(), Dense(4))
 SHAPE = (8, 8, 2)
 RNG = np.random.default_rng(0)
+ONE = Layout(partition.make_mesh("data=1")[0])
 
 
 def recipe(network=NETWORK, **options):
@@ -43,7 +46,7 @@ def reference_loss(network, params, stats, one, smoothing=0.0):
 def test_the_update_is_the_gradient_of_the_weighted_mean_loss(x64, smoothing, l2):
     """Against central differences of an independent NumPy loss, with padding in the batch."""
     one, start = batch(6, valid=5), create_state(recipe(), SHAPE)
-    after, metrics = jax.jit(lambda s, b: train_step(recipe(label_smoothing=smoothing, l2=l2), s, b))(start, one)
+    after, metrics = jax.jit(lambda s, b: train_step(recipe(label_smoothing=smoothing, l2=l2), ONE, s, b))(start, one)
     params, stats = jax.tree.map(np.array, (start.params, start.batch_stats))
 
     def loss():
@@ -73,12 +76,10 @@ def test_the_update_is_the_gradient_of_the_weighted_mean_loss(x64, smoothing, l2
 
 def test_metrics_are_sums_over_the_samples_that_count():
     logits = jnp.array([[2.0, 0, 0], [0, 3, 0], [0, 0, 5], [9, 9, 9]])
-    one = {"label": jnp.array([0, 2, 2, 0]), "weight": jnp.array([1.0, 1, 1, 0])}
-    mean, metrics = loss_and_metrics(logits, one)
-    expected = reference.cross_entropy(np.asarray(logits, np.float64), np.asarray(one["label"]))[:3]
-    np.testing.assert_allclose(metrics["loss"], expected.sum(), rtol=1e-6)
-    np.testing.assert_allclose(mean, expected.mean(), rtol=1e-6)
-    assert (metrics["correct"], metrics["count"]) == (2, 3)
+    sums = batch_sums(logits, {"label": jnp.array([0, 2, 2, 0]), "weight": jnp.array([1.0, 1, 1, 0])})
+    expected = reference.cross_entropy(np.asarray(logits, np.float64), np.array([0, 2, 2, 0]))[:3]
+    np.testing.assert_allclose(sums["loss"], expected.sum(), rtol=1e-6)
+    assert (sums["correct"], sums["count"]) == (2, 3)
 
 
 def test_the_initial_loss_is_about_the_logarithm_of_the_classes():
@@ -86,13 +87,13 @@ def test_the_initial_loss_is_about_the_logarithm_of_the_classes():
     start = create_state(recipe(network), (16, 16, 2))
     one = {name: np.asarray(value) for name, value in batch(64).items()}
     one["image"] = RNG.integers(0, 256, (64, 16, 16, 2), np.uint8)
-    metrics = eval_step(recipe(network), start, one)
+    metrics = eval_step(recipe(network), ONE, start, one)
     assert abs(float(metrics["loss"]) / 64 - np.log(10)) < 0.3
 
 
 def test_evaluation_uses_the_moving_average_and_moving_statistics(x64):
     averaged = recipe(ema=0.5)
-    step = jax.jit(lambda s, b: train_step(averaged, s, b))
+    step = jax.jit(lambda s, b: train_step(averaged, ONE, s, b))
     state, by_hand = create_state(averaged, SHAPE), None
     for t in range(3):
         state, _ = step(state, batch())
@@ -101,7 +102,7 @@ def test_evaluation_uses_the_moving_average_and_moving_statistics(x64):
         by_hand = jax.tree.map(lambda e, p, d=decay: d * e + (1 - d) * p, before, state.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), state.ema, by_hand)
     one = batch()
-    metrics = eval_step(averaged, state, one)
+    metrics = eval_step(averaged, ONE, state, one)
     params, stats = jax.tree.map(np.array, (state.ema, state.batch_stats))
     logits, _ = reference.forward(NETWORK, params, stats, one["image"] / 255.0, train=False)
     np.testing.assert_allclose(metrics["loss"], reference.cross_entropy(logits, one["label"]).sum(), rtol=1e-9)
@@ -112,7 +113,7 @@ def test_draws_depend_on_seed_step_and_sample_alone(x64):
     noisy = recipe((Flatten(), Dropout(0.5), Dense(4)), augmentation=Augmentation(True, 2))
     one = batch(6)
     order = np.array([4, 2, 0, 5, 1, 3])
-    step = jax.jit(lambda s, b: train_step(noisy, s, b))
+    step = jax.jit(lambda s, b: train_step(noisy, ONE, s, b))
     moved = step(create_state(noisy, SHAPE), {name: values[order] for name, values in one.items()})[1]
     metrics = step(create_state(noisy, SHAPE), one)[1]
     np.testing.assert_allclose(moved["loss"], metrics["loss"], rtol=1e-12)
@@ -130,7 +131,7 @@ def test_evaluation_draws_nothing():
 
 
 def test_nothing_is_compiled_again_after_the_first_step(monkeypatch):
-    import cnnjax.step as module
+    import cnnjax.strategy as module
 
     traces = []
     for name in ("train_step", "eval_step"):
@@ -141,17 +142,19 @@ def test_nothing_is_compiled_again_after_the_first_step(monkeypatch):
             return original(*arguments)
 
         monkeypatch.setattr(module, name, traced)
-    steps = compile_steps(recipe(), partition.make_mesh("data=4")[0], SHAPE)
+    layout = Layout(partition.make_mesh("data=4")[0])
+    steps = compile_steps(recipe(), layout, SHAPE)
     state = steps.init()
     for valid in (8, 8, 3, 8):  # a padded batch is a batch like any other
-        state, _ = steps.train(state, jax.device_put(batch(8, valid), steps.batch_sharding))
-        steps.evaluate(state, jax.device_put(batch(8, valid), steps.batch_sharding))
+        state, _ = steps.train(state, jax.device_put(batch(8, valid), layout.batch_sharding))
+        steps.evaluate(state, jax.device_put(batch(8, valid), layout.batch_sharding))
     assert sorted(traces) == ["eval_step", "train_step"]
 
 
 def test_the_state_is_donated_and_replicated():
-    steps = compile_steps(recipe(), partition.make_mesh("data=4")[0], SHAPE)
+    layout = Layout(partition.make_mesh("data=4")[0])
+    steps = compile_steps(recipe(), layout, SHAPE)
     state = steps.init()
-    after, _ = steps.train(state, jax.device_put(batch(8), steps.batch_sharding))
+    after, _ = steps.train(state, jax.device_put(batch(8), layout.batch_sharding))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     assert all(len(leaf.sharding.device_set) == 4 and leaf.is_fully_replicated for leaf in jax.tree.leaves(after))
