@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cnnjax import networks
+from cnnjax.config import UsageError
 
 AXES = ("data", "fsdp", "model", "space")
 BATCH_AXES = ("data", "fsdp")
@@ -280,7 +281,7 @@ def state_shardings(abstract_state: Any, layout: Layout, network: networks.Netwo
         Tree of shardings, and one line for each array that a rule would split but whose dimension does not divide.
 
     Raises:
-        ValueError: If no rule matches an array, or with ``layout.strict`` where a dimension does not divide.
+        UsageError: If no rule matches an array, or with ``layout.strict`` where a dimension does not divide.
     """
     rules = tensor_rules(network) if layout.rules is None else layout.rules
     notes: list[str] = []
@@ -289,14 +290,15 @@ def state_shardings(abstract_state: Any, layout: Layout, network: networks.Netwo
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         spec = next((spec for pattern, spec in rules if re.search(pattern, name)), None)
         if spec is None:
-            raise ValueError(f"no partition rule matches {name!r}; rules: {', '.join(pattern for pattern, _ in rules)}")
+            raise UsageError(f"no partition rule matches {name!r}; rules: {', '.join(pattern for pattern, _ in rules)}")
         axes = [axis if axis in layout.mesh.shape else None for axis in (*spec, *(None,) * leaf.ndim)][: leaf.ndim]
         for dim, axis in enumerate(axes):
             if axis is not None and leaf.shape[dim] % layout.size(axis):
                 note = f"{name} {leaf.shape}: dimension {dim} does not divide by {axis}={layout.size(axis)}"
                 if layout.strict:
-                    raise ValueError(f"--strict-sharding: {note}")
-                notes.append(f"{note}; left whole")
+                    raise UsageError(f"--strict-sharding: {note}")
+                if name.startswith("params/"):  # the optimiser's state follows its parameter
+                    notes.append(f"{note}; left whole")
                 axes[dim] = None
         if layout.size("fsdp") > 1 and not name.startswith("batch_stats/"):
             free = [dim for dim, axis in enumerate(axes) if axis is None and leaf.shape[dim] % layout.size("fsdp") == 0]

@@ -176,12 +176,17 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
         if saved is not None:
             rundir.check_same_run(path, config, saved)
         recipe, training, validation = assemble(config, splits)
+
+    from cnnjax.strategy import compile_steps
+
+    with _mistakes(UsageError):  # other errors here come from the step itself, and whoever edits it needs the traceback
+        steps = compile_steps(recipe, layout, input_shape(config, training.image_shape), config.strategy)
+    with _mistakes(ValueError, OSError):
         run = rundir.open_run(path, config.overwrite)
         if saved is None:  # at once, so that a run that is killed before its first checkpoint has its options
             rundir.write_config(run, config)
 
     from cnnjax.loop import Fit, NotFinite
-    from cnnjax.strategy import compile_steps
 
     console = Console(config.quiet, run.log)
     with contextlib.closing(run):
@@ -190,11 +195,12 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
         console.say(f"{config.network} on {splits.train.name}: {len(training):,} training images, "
                     f"{len(validation):,} for validation, from {splits.train.source}")  # fmt: skip
         console.say(mesh_line)
+        for note in steps.notes:
+            console.say(note)
         console.say(f"run directory {path}")
         if config.resume and saved is None:
             console.warn(f"--resume: there is no run in {path} yet, so it starts from its beginning")
         how = f"resume with: python -m experiments.{experiment} --run-dir {shlex.quote(str(path))} --resume"
-        steps = compile_steps(recipe, layout, input_shape(config, training.image_shape), config.strategy)
         try:
             with _mistakes(UsageError):
                 try:
