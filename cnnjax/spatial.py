@@ -8,6 +8,7 @@ kept at zero. All heights are known when tracing, so only the position of the de
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -103,11 +104,37 @@ def _before_window(
     x_BHWC = _with_neighbours(x_BHWC, rows, above, below)
     index = lax.axis_index(rows.axis)
     start = jnp.asarray(starts, jnp.int32)[index]
-    x_BHWC = lax.dynamic_slice_in_dim(x_BHWC, above + start, length, 1)
+    x_BHWC = _rows_from(x_BHWC, above + start, length)
     row = index * rows.block + start + jnp.arange(length)
     inside = (row >= 0) & (row < rows.height)
     x_BHWC = jnp.where(inside[:, None, None], x_BHWC, jnp.asarray(fill, x_BHWC.dtype))
-    return x_BHWC, ((0, 0), columns), out
+    # The barrier keeps the gradient of the operation whole. Without it XLA:CPU keeps each of the terms that overlapping
+    # windows add up to, nine arrays for a 3x3 pooling, since the halos take slices of their sum too.
+    return lax.optimization_barrier(x_BHWC), ((0, 0), columns), out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows_from(x_BHWC: jax.Array, start: jax.Array, length: int) -> jax.Array:
+    """Rows ``start`` to ``start + length``.
+
+    The gradient is a slice of a padded array, which XLA fuses; that of `lax.dynamic_slice` is written into an array of
+    zeros, which XLA keeps from the beginning of the step.
+    """
+    return lax.dynamic_slice_in_dim(x_BHWC, start, length, 1)
+
+
+def _rows_from_fwd(x_BHWC, start, length):
+    return _rows_from(x_BHWC, start, length), (start, x_BHWC.shape[1])
+
+
+def _rows_from_bwd(length, saved, g_BHWC):
+    start, height = saved
+    free = height - length
+    g_BHWC = jnp.pad(g_BHWC, ((0, 0), (free, free), (0, 0), (0, 0)))
+    return lax.dynamic_slice_in_dim(g_BHWC, free - start, height, 1), None
+
+
+_rows_from.defvjp(_rows_from_fwd, _rows_from_bwd)
 
 
 def _with_neighbours(x_BHWC: jax.Array, rows: Rows, above: int, below: int) -> jax.Array:
