@@ -3,11 +3,15 @@
 import os
 
 # Before JAX starts a backend. Child processes choose for themselves.
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# A first example compiles, so times say nothing about an example.
+hypothesis.settings.register_profile("cnnjax", deadline=None)
+hypothesis.settings.load_profile("cnnjax")
 
 
 @pytest.fixture(autouse=True)
