@@ -146,8 +146,11 @@ class _BatchNorm(nn.Module):
         if call.train:
             mean, var = ops.batch_moments(x, call.weight_B, call.batch_axes, rows)
             if not self.is_initializing():
+                # A micro-batch or a device may hold padding alone, which has no statistics to follow.
+                some = True if call.weight_B is None else ops.psum(jnp.sum(call.weight_B), call.batch_axes) > 0
                 for moving, value in ((moving_mean, mean), (moving_var, var)):
-                    moving.value = layer.momentum * moving.value + (1 - layer.momentum) * value
+                    followed = layer.momentum * moving.value + (1 - layer.momentum) * value
+                    moving.value = jnp.where(some, followed, moving.value)
         else:
             mean, var = moving_mean.value, moving_var.value
         factor = jax.lax.rsqrt(var + layer.epsilon)

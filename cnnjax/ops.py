@@ -138,13 +138,14 @@ def batch_moments(
     if rows is not None:
         weight = weight * rows.valid()[:, None, None].astype(x.dtype)
         positions, sum_axes = rows.height * x.shape[2], (*axes, rows.axis)
-    count = jnp.maximum(_psum(jnp.sum(weight_B.astype(x.dtype)), axes), 1) * positions
+    count = jnp.maximum(psum(jnp.sum(weight_B.astype(x.dtype)), axes), 1) * positions
     # Two passes: the mean of squares minus the square of the mean loses all digits on raw 0-255 inputs.
-    mean = _psum(jnp.sum(weight * x, dims), sum_axes) / count
-    return mean, _psum(jnp.sum(weight * jnp.square(x - mean), dims), sum_axes) / count
+    mean = psum(jnp.sum(weight * x, dims), sum_axes) / count
+    return mean, psum(jnp.sum(weight * jnp.square(x - mean), dims), sum_axes) / count
 
 
-def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sum over manual mesh axes; over none, the array itself."""
     return lax.psum(x, axes) if axes else x
 
 

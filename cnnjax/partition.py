@@ -157,9 +157,14 @@ class Layout:
         """Sums over the devices that split the batch."""
         return tree if self.manual is None else lax.psum(tree, self.batch_axes)
 
-    def mean(self, tree: Any) -> Any:
-        """Means over the devices that split the batch."""
-        return tree if self.manual is None else lax.pmean(tree, self.batch_axes)
+    def mean(self, tree: Any, weight: jax.Array) -> Any:
+        """Means over the devices that split the batch, each counting as much as its ``weight``."""
+        if self.manual is None:
+            return tree
+        if self.bn_scope == "global":  # all are the same
+            return lax.pmean(tree, self.batch_axes)
+        total = jnp.maximum(self.total(weight), 1)
+        return self.total(jax.tree.map(lambda x: x * (weight.astype(x.dtype) / total), tree))
 
     def whole(self, params: Any) -> Any:
         """Parameters gathered from their ``fsdp`` parts; the transpose of this sums gradients and scatters them."""

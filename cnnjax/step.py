@@ -114,7 +114,8 @@ def train_step(recipe: Recipe, layout: Layout, state: TrainState, batch: Batch) 
         batch_stats, (grads, sums) = gradients(state.batch_stats, batch)
     else:
         batch_stats, (grads, sums) = accumulate(gradients, state.batch_stats, layout.split(batch))
-    grads, sums, batch_stats = layout.reduced(grads), layout.total(sums), layout.mean(batch_stats)
+    grads, sums = layout.reduced(grads), layout.total(sums)
+    batch_stats = layout.mean(batch_stats, jnp.sum(batch["weight"]))
 
     updates, opt_state = recipe.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)

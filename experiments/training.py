@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
 
@@ -22,6 +22,7 @@ from cnnjax import networks
 from cnnjax.config import TrainConfig, UsageError, flag
 
 Presets = Mapping[str, TrainConfig]
+Options = TypeVar("Options")
 
 
 def main(
@@ -89,12 +90,24 @@ def parse(experiment: str, about: str, presets: Presets, arguments: Sequence[str
             from cnnjax.rundir import saved_config
 
             defaults = saved_config(Path(run_dir)) or defaults
+        return command_line(TrainConfig, experiment, arguments, defaults)
+
+
+def command_line(options: type[Options], experiment: str, arguments: Sequence[str], default: Any = None) -> Options:
+    """Reads a command line into a dataclass of options; prints the help and exits where it is asked for.
+
+    Raises:
+        ValueError: In one line, what is wrong with it.
+    """
+    more = {"prog": f"python -m experiments.{experiment}"} | ({} if default is None else {"default": default})
+    if {"-h", "--help"} & set(arguments):
+        tyro.cli(options, args=["--help"], **more)
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(shown):
-            return tyro.cli(TrainConfig, prog=f"python -m experiments.{experiment}", args=arguments, default=defaults)
+            return tyro.cli(options, args=arguments, **more)
     except SystemExit:
-        raise _Mistake(_one_line(shown.getvalue(), arguments)) from None
+        raise ValueError(_one_line(shown.getvalue(), arguments)) from None
 
 
 def _value_of(name: str, arguments: Sequence[str]) -> str | None:

@@ -1,90 +1,222 @@
-"""The central claim: no layout changes the numbers. Every layout in LAYOUTS inherits every test here."""
+"""The central claim: no layout changes the numbers.
 
+`equivalence.default_cases` is the table; every layout and strategy in it inherits the tests below. What they compare,
+and how, is `experiments.equivalence`.
+"""
+
+import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import numpy_reference as reference
+import optax
 import pytest
 
-from cnnjax import networks, partition
+from cnnjax import networks
 from cnnjax.augment import Augmentation
 from cnnjax.datasets.digits import load_digits
-from cnnjax.datasets.order import batches, epoch_order
-from cnnjax.feed import Feed
-from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
-from cnnjax.step import Recipe, compile_steps
+from cnnjax.networks import AvgPool, BatchNorm, Conv, Dense, Dropout, Flatten, MaxPool, Relu, Residual
+from cnnjax.partition import Layout
+from cnnjax.step import Recipe, create_state
+from cnnjax.strategy import compile_steps
+from experiments import equivalence
+from experiments.equivalence import Case
 
-LAYOUTS = ["data=2", "data=4", "data=8"]
 STEPS = 20
+LAYOUTS = equivalence.default_cases()
+
+
+def problem(network, batch_size, steps=STEPS, shape=(32, 32, 3)):
+    """With 50 images and batches of 20 or 19, every third batch is padded."""
+    digits = load_digits(shape).train
+    return equivalence.make_problem(
+        network, digits.subset(np.arange(50)), digits.subset(np.arange(50, 100)), batch_size, steps, seed=7
+    )
 
 
 @functools.cache
-def train(network: str, mesh_text: str, batch_size: int, x64: bool):
-    """Losses, gradient norms and final state of 20 steps on real digits, everything random switched on.
-
-    With 50 images and batches of 20, every third batch is padded.
-    """
+def trained(name: str, case: Case, batch_size: int, steps: int, x64: bool):
     with jax.enable_x64(x64):
-        digits = load_digits((32, 32, 3)).train.subset(np.arange(50))
-        config = OptimizerConfig("nesterov", 0.05, schedule="cosine", weight_decay=5e-4)
-        dtype = jnp.float64 if x64 else jnp.float32
-        recipe = Recipe(
-            networks.build_cnn(network, 10), make_optimizer(config, STEPS), make_schedule(config, STEPS), seed=7,
-            augmentation=Augmentation(True, 2, brightness=20.0, contrast=(0.7, 1.3)), scaling="standardize",
-            mean=(60.0,) * 3, std=(80.0,) * 3, label_smoothing=0.1, ema=0.9, dtype=dtype, param_dtype=dtype,
-        )  # fmt: skip
-        mesh = partition.make_mesh(mesh_text)[0]
-        steps = compile_steps(recipe, mesh, digits.image_shape)
-        state, losses, norms = steps.init(), [], []
-        for epoch in range(STEPS):
-            with Feed(digits, batches(epoch_order(7, epoch, len(digits)), batch_size), mesh) as feed:
-                for batch in feed:
-                    if len(losses) < STEPS:
-                        state, metrics = steps.train(state, batch)
-                        losses.append(float(metrics["loss"] / metrics["count"]))
-                        norms.append(float(metrics["grad_norm"]))
-        with Feed(digits, batches(np.arange(len(digits)), batch_size), mesh) as feed:
-            evaluated = [jax.device_get(steps.evaluate(state, batch)) for batch in feed]
-        sums = [float(sum(part[name] for part in evaluated)) for name in ("loss", "correct", "count")]
-        return np.array(losses), np.array(norms), jax.device_get(state), sums
+        return equivalence.train(problem(networks.build_cnn(name, 10), batch_size, steps), case)
 
 
-def differences(a, b):
-    """Largest difference of each array relative to its largest value."""
-    return jax.tree.leaves(jax.tree.map(lambda x, y: np.max(np.abs(x - y)) / max(np.max(np.abs(y)), 1e-30), a, b))
+def check(name: str, case: Case, batch_size: int, steps: int = STEPS):
+    outcome, expected = (trained(name, one, batch_size, steps, True) for one in (case, case.one_device))
+    assert len(set(expected.losses_T)) == steps, "nothing was trained"
+    values = equivalence.differences(outcome, expected)
+    assert equivalence.agrees(values, True), values
 
 
-# data=8 does not divide 20 images, and no layout divides 19.
-CASES = [
-    *(pytest.param("cifar10_slim", layout, 20) for layout in LAYOUTS),
-    pytest.param("cifar10_slim", LAYOUTS[-1], 19),
-    *(pytest.param("cifar10_slim", layout, 19, marks=pytest.mark.slow) for layout in LAYOUTS[:-1]),
-    *(pytest.param("cnn2d_3layer_fullconnected_3layer", layout, 100, marks=pytest.mark.slow) for layout in LAYOUTS),
-    *(pytest.param("resnet18_cifar", layout, 6, marks=pytest.mark.slow) for layout in LAYOUTS[-1:]),
+# Cheap ones: one of each axis, strategy and kind of micro-batch. data=8 divides neither 20 nor 19 images.
+FAST = [
+    *[(Case("data=8"), 19), (Case("fsdp=4"), 20), (Case("data=2,model=2"), 20), (Case("space=2"), 20)],
+    *[(Case("data=2,fsdp=2", "shard_map"), 19), (Case("data=4", "pmap"), 20)],
+    *[(case, 20) for case in LAYOUTS if "pipe" in case.mesh][:1],
 ]
 
 
-@pytest.mark.parametrize(("network", "layout", "batch_size"), CASES)
-def test_layout_equals_one_device_in_float64(network, layout, batch_size):
-    losses, norms, state, sums = train(network, layout, batch_size, True)
-    expected_losses, expected_norms, expected_state, expected_sums = train(network, "data=1", batch_size, True)
-    assert len(losses) == STEPS and len(set(losses)) == STEPS
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
-    np.testing.assert_allclose(norms, expected_norms, rtol=1e-9)
-    np.testing.assert_allclose(sums, expected_sums, rtol=1e-9)
-    assert max(differences(state, expected_state)) < 1e-9
+@pytest.mark.parametrize(("case", "batch_size"), FAST, ids=str)
+def test_layout_equals_one_device_over_two_epochs(case, batch_size):
+    check("cifar10_slim", case, batch_size, steps=5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_first_loss_equals_one_device_in_float32(layout):
-    losses = train("cifar10_slim", layout, 20, False)[0]
-    np.testing.assert_allclose(losses[0], train("cifar10_slim", "data=1", 20, False)[0][0], rtol=1e-5)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("network", "batch_size", "steps"),
+    [
+        ("cifar10_slim", 20, STEPS),
+        ("cifar10_slim", 19, STEPS),
+        ("cnn2d_3layer_fullconnected_3layer", 20, STEPS),
+        ("resnet18_cifar", 6, 3),
+    ],
+)
+def test_layout_equals_one_device(network, case, batch_size, steps):
+    check(network, case, batch_size, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_first_loss_equals_one_device_in_float32(case):
+    outcome, expected = (trained("cifar10_slim", one, 20, 2, False) for one in (case, case.one_device))
+    values = equivalence.differences(outcome, expected)
+    assert equivalence.agrees(values, False), values
 
 
 def test_the_same_layout_gives_the_same_bits():
-    first = train("cifar10_slim", "data=4", 20, False)
-    train.cache_clear()
-    again = train("cifar10_slim", "data=4", 20, False)
-    assert np.array_equal(first[0], again[0])
-    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (first[2], again[2])), strict=True))
+    small = problem(networks.build_cnn("cnn2d_1layer_fullconnected_2layer", 10), 20, 3, (8, 8, 1))
+    first, again = (equivalence.train(small, Case("data=4")) for _ in range(2))
+    assert np.array_equal(first.losses_T, again.losses_T)
+    assert all(np.array_equal(a, b) for a, b in zip(*(jax.tree.leaves(o.state) for o in (first, again)), strict=True))
+
+
+# Strides of 2 and 3, each kind of padding, windows that overlap and that do not, blocks, and two kinds of mean; on
+# 23x19 images, so that almost no height divides.
+ODD = (
+    *(Conv(6, (3, 2), (2, 1), "SAME"), BatchNorm(), Relu()),
+    *(MaxPool((3, 3), (1, 2), "SAME"), Conv(8, (5, 3), padding=((2, 1), (0, 2)), use_bias=False), BatchNorm(), Relu()),
+    *(Residual((Conv(8, padding="SAME"), Relu(), Conv(8, (1, 3), padding=((0, 0), (1, 1))), BatchNorm())), Relu()),
+    MaxPool((2, 2), (2, 1), ((1, 0), (0, 1))),
+    *(Residual((Conv(5, (3, 3), (3, 2), "SAME"), BatchNorm()), (Conv(5, (1, 1), (3, 2), use_bias=False),)), Relu()),
+    *(AvgPool((2, 2), (1, 1)), MaxPool((1, 2), (1, 2)), AvgPool(), Flatten(), Dropout(0.2), Dense(10)),
+)
+SPACE = [Case("space=2"), Case("space=3"), Case("space=4"), Case("data=2,space=2"), Case("space=2", microbatches=3)]
+
+
+@functools.cache
+def odd(case: Case):
+    with jax.enable_x64(True):
+        return equivalence.train(problem(ODD, 19, 5, (23, 19, 2)), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SPACE, ids=str)
+def test_odd_sizes_split_over_rows_equal_one_device(case):
+    values = equivalence.differences(odd(case), odd(case.one_device))
+    assert equivalence.agrees(values, True), values
+
+
+# -- the comparison itself --------------------------------------------------------------------------------------------
+
+
+def outcome(**changes):
+    state = {"params": {"a": np.array([1.0, 2.0])}, "opt_state": {"count": np.array(3), "m": np.array([1e-12])}}
+    values = {
+        "losses_T": np.array([2.0, 1.0]),
+        "norms_T": np.array([1.0, 1.0]),
+        "evaluation": np.array([3.0, 0.0, 5.0]),
+    }
+    state |= {"batch_stats": {}, "ema": None, "step": np.array(2)} | changes.pop("state", {})
+    return equivalence.Outcome(**values | {"state": _State(**state), "compile_s": 0, "train_s": 0} | changes)
+
+
+@dataclasses.dataclass
+class _State:
+    params: dict
+    opt_state: dict
+    batch_stats: dict
+    ema: None
+    step: np.ndarray
+
+
+@pytest.mark.parametrize(
+    ("changes", "column", "size"),
+    [
+        ({"losses_T": np.array([2.0, 1.01])}, "loss", 0.01),
+        ({"losses_T": np.array([2.0, np.nan])}, "loss", np.nan),
+        ({"norms_T": np.array([1.0, 1.5])}, "grad norm", 0.5),
+        ({"evaluation": np.array([3.0, 0.0, 6.0])}, "evaluation", 0.2),
+        ({"state": {"params": {"a": np.array([1.0, 2.2])}}}, "parameters", 0.1),
+        ({"state": {"params": {"a": np.array([np.nan, 2.0])}}}, "parameters", np.nan),
+        ({"state": {"opt_state": {"count": np.array(4), "m": np.array([1e-12])}}}, "optimiser", np.inf),
+    ],
+)
+def test_a_difference_is_seen_in_its_column_alone(changes, column, size):
+    values = equivalence.differences(outcome(**changes), outcome())
+    np.testing.assert_allclose(values.pop(column), size, rtol=1e-9)
+    assert set(values.values()) == {0.0}
+    assert not equivalence.agrees(values | {column: size}, True)
+    assert equivalence.agrees(values | {column: 0.0}, True)
+
+
+def test_states_of_other_shapes_are_not_compared():
+    with pytest.raises(ValueError, match=r"arrays of shapes \(2, 1\) and \(2,\)"):
+        equivalence.differences(outcome(state={"params": {"a": np.ones((2, 1))}}), outcome())
+    with pytest.raises(ValueError, match="different structure"):
+        equivalence.differences(outcome(state={"params": {}}), outcome())
+
+
+# -- batch norm of each device for itself -----------------------------------------------------------------------------
+
+LOCAL = (Conv(3, use_bias=False), BatchNorm(0.9), Relu(), MaxPool(), Flatten(), Dense(10))
+
+
+# Of 5 images on 4 devices, the last device has none.
+@pytest.mark.parametrize(("strategy", "size"), [("shard_map", 8), ("shard_map", 5), ("pmap", 5)])
+def test_local_batch_norm_equals_each_replica_by_itself(x64, strategy, size):
+    """Against NumPy: its replicas' losses, moving statistics, and the gradient along random directions."""
+    digits = load_digits((8, 8, 2)).train
+    schedule = optax.constant_schedule(0.1)
+    recipe = Recipe(LOCAL, optax.sgd(schedule), schedule, augmentation=Augmentation(), scaling="unit",
+                    dtype=np.float64, param_dtype=np.float64)  # fmt: skip
+    layout = dataclasses.replace(Case("data=4", strategy).layout(), bn_scope="local")
+    start = create_state(recipe, digits.image_shape)
+    params, stats = jax.tree.map(np.array, (start.params, start.batch_stats))
+    images, labels = digits.images_NHWC[:size] / 255.0, digits.labels_N[:size]
+    parts = [slice(i, i + 2) for i in range(0, size, 2)]
+
+    def replicas(params):
+        forwards = [reference.forward(LOCAL, params, stats, images[part], train=True) for part in parts]
+        losses = [reference.cross_entropy(f[0], labels[part]) for f, part in zip(forwards, parts, strict=True)]
+        return np.concatenate(losses).mean(), [f[1] for f in forwards]
+
+    expected_loss, replica_stats = replicas(params)
+    shares = np.array([len(labels[part]) for part in parts]) / size
+    expected_stats = jax.tree.map(
+        lambda *values: sum(s * v for s, v in zip(shares, values, strict=True)), *replica_stats
+    )
+    whole = reference.forward(LOCAL, params, stats, images, train=True)[0]
+    assert abs(reference.cross_entropy(whole, labels).mean() - expected_loss) > 1e-4, "local and global must differ"
+
+    place = layout.rows(size)
+    batch = {
+        "image": digits.images_NHWC[place], "label": digits.labels_N[place],
+        "weight": (place >= 0).astype(np.float32), "index": place.astype(np.int32),
+    }  # fmt: skip
+    steps = compile_steps(recipe, layout, digits.image_shape, strategy)
+    after, metrics = steps.train(steps.init(), jax.device_put(batch, layout.batch_sharding))
+    np.testing.assert_allclose(metrics["loss"] / metrics["count"], expected_loss, rtol=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), after.batch_stats, expected_stats)
+    rng, gradient = np.random.default_rng(0), jax.tree.map(lambda a, b: (a - np.asarray(b)) / 0.1, params, after.params)
+    for _ in range(3):
+        way = jax.tree.map(lambda p: rng.normal(size=p.shape), params)
+        above, below = (replicas(jax.tree.map(lambda p, d, h=h: p + h * d, params, way))[0] for h in (1e-6, -1e-6))
+        slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float((g * d).sum()), gradient, way)))
+        np.testing.assert_allclose(slope, (above - below) / 2e-6, rtol=1e-5)
+
+
+def test_layouts_without_the_means_to_run_are_refused():
+    with pytest.raises(ValueError, match=r"--mesh data=9 needs 9 devices, but there are 8"):
+        Case("data=9").layout()
+    assert isinstance(Case("data=2").layout(), Layout)
