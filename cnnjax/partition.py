@@ -83,6 +83,8 @@ class Layout:
         strict: Whether a dimension that does not divide is an error rather than left whole.
         manual: None where the compiler partitions the step. Else the step sees its device's part of the batch and of
             the parameters, whose `PartitionSpec` tree this is, and the methods below are the collectives of the step.
+        gathered: Where the compiler partitions the step, shardings of the parameters as layers use them; None leaves it
+            the choice, which with ``fsdp`` it makes badly: it moves activations, and gathers kernels twice.
         bn_scope: ``global``: batch norm sums over the devices; ``local``: each device for itself, if manual.
     """
 
@@ -91,6 +93,7 @@ class Layout:
     rules: Rules | None = None
     strict: bool = False
     manual: Any = None
+    gathered: Any = None
     bn_scope: str = "global"
 
     def size(self, axis: str) -> int:
@@ -169,7 +172,7 @@ class Layout:
     def whole(self, params: Any) -> Any:
         """Parameters gathered from their ``fsdp`` parts; the transpose of this sums gradients and scatters them."""
         if self.manual is None:
-            return params
+            return params if self.gathered is None else lax.with_sharding_constraint(params, self.gathered)
 
         def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
             return lax.all_gather(x, "fsdp", axis=spec.index("fsdp"), tiled=True) if "fsdp" in spec else x
@@ -314,6 +317,11 @@ def state_shardings(abstract_state: Any, layout: Layout, network: networks.Netwo
         return NamedSharding(layout.mesh, PartitionSpec(*axes))
 
     return jax.tree_util.tree_map_with_path(sharding, abstract_state), notes
+
+
+def without_fsdp(sharding: NamedSharding) -> NamedSharding:
+    """The same with the dimension that ``fsdp`` splits whole."""
+    return NamedSharding(sharding.mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in sharding.spec)))
 
 
 def check_layout(strategy: str, layout: Layout) -> None:

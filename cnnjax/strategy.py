@@ -52,6 +52,8 @@ def compile_steps(recipe: Recipe, layout: Layout, input_shape: Shape, strategy: 
     shardings, notes = partition.state_shardings(jax.eval_shape(init), layout, recipe.network)
     if strategy != "jit":
         layout = dataclasses.replace(layout, manual=jax.tree.map(lambda s: s.spec, shardings.params))
+    elif layout.size("fsdp") > 1:
+        layout = dataclasses.replace(layout, gathered=jax.tree.map(partition.without_fsdp, shardings.params))
     train: Callable = partial(train_step, recipe, layout)
     evaluate: Callable = partial(eval_step, recipe, layout)
     state, whole, batch = jax.tree.map(lambda s: s.spec, shardings), P(), P(layout.batch_axes)
