@@ -26,7 +26,8 @@ class TrainConfig:
     digits. Default: $CNNJAX_DATA, then data/downloads/, then a download, then the shipped digits."""
     mesh: str = "data=1"
     """Device layout, AXIS=SIZE[,AXIS=SIZE...]: data splits each batch; fsdp splits the batch, the parameters and the
-    optimiser's state; model splits channels and features; space splits image rows. A size of -1 takes the devices that
+    optimiser's state; model splits channels and features; space splits image rows; pipe puts stages of layers on
+    different devices, which work at the same time where there are --microbatches. A size of -1 takes the devices that
     are left. On a host with only CPUs, enough fake devices are made."""
     strategy: Literal["jit", "shard_map", "pmap"] = "jit"
     """How the step is spread over the mesh: jit lets the compiler partition it; shard_map writes the collectives out
@@ -34,6 +35,9 @@ class TrainConfig:
     microbatches: int = 1
     """Parts of each batch that are computed one after another, their gradients added up; batch norm takes the
     statistics of each part."""
+    stages: str | None = None
+    """Layers at which the stages of pipe after the first start, such as 3,7, counted from 0 as
+    `python -m cnnjax.networks NAME` lists them (a residual block is one). Default: stages of about equal work."""
     bn_scope: Literal["global", "local"] = "global"
     """Batch norm over the whole batch, or on each device over its own part as other frameworks do (shard_map, pmap)."""
     strict_sharding: bool = False

@@ -67,8 +67,16 @@ class Evaluation:
 
 
 @jax.jit
-def _all_finite(tree: Any) -> jax.Array:
-    return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+def _finite(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+
+
+def _all_finite(tree: Any) -> bool:
+    """One call for all arrays that share their devices: with ``pipe``, each stage has its own."""
+    groups: dict[frozenset, list[jax.Array]] = {}
+    for leaf in jax.tree.leaves(tree):
+        groups.setdefault(frozenset(leaf.sharding.device_set), []).append(leaf)
+    return all([bool(_finite(leaves)) for leaves in groups.values()])
 
 
 class Fit:

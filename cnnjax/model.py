@@ -44,17 +44,20 @@ class CNN(nn.Module):
         layers: Layer records.
         dtype: Type that convolutions and dense layers compute in.
         param_dtype: Type of parameters and batch statistics.
+        span: First and one past the last of the layers that act. Their names and random draws are those that they
+            have in the whole network.
     """
 
     layers: Network
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    span: tuple[int, int | None] = (0, None)
 
     @nn.compact
     def __call__(self, x: jax.Array, call: "Call", rows: Rows | None = None) -> tuple[jax.Array, Rows | None]:
         """Images ``[B, H, W, C]`` to logits ``[B, classes]``, and how rows are split at the end; see `apply`."""
         x = x.astype(self.dtype)
-        for i, (name, layer) in enumerate(networks.named_layers(self.layers)):
+        for i, (name, layer) in list(enumerate(networks.named_layers(self.layers)))[slice(*self.span)]:
             match layer:
                 case networks.Conv():
                     kernel = (*layer.kernel, x.shape[-1], layer.features)
@@ -208,8 +211,9 @@ def apply(
     dtype: Any = jnp.float32,
     batch_axes: tuple[str, ...] = (),
     rows: Rows | None = None,
+    span: tuple[int, int | None] = (0, None),
 ) -> tuple[jax.Array, Any]:
-    """Logits of a batch of images.
+    """Logits of a batch of images, or what a span of the layers makes of what reaches the first of them.
 
     Args:
         network: Layer records.
@@ -221,11 +225,12 @@ def apply(
         dtype: Type that the layers compute in.
         batch_axes: Manual mesh axes over which batch norm sums, inside `jax.shard_map`; none under plain jit.
         rows: How the rows of the images are split, inside `jax.shard_map`; None where they are whole.
+        span: First and one past the last of the layers to apply. Only their variables are read.
 
     Returns:
         ``(logits_BC, batch_stats)``; the statistics are unchanged where ``train`` is False.
     """
-    module = CNN(network, dtype, jax.tree.leaves(variables["params"])[0].dtype)
+    module = CNN(network, dtype, next((leaf.dtype for leaf in jax.tree.leaves(variables)), dtype), span)
     call = Call(train, sample_keys_B, weight_B, batch_axes)
     (logits_BC, _), updated = module.apply(variables, x_BHWC, call, rows, mutable=["batch_stats"])
     return logits_BC, updated.get("batch_stats", {})

@@ -1,10 +1,12 @@
 """Which device holds what: ``--mesh`` text to a `jax.sharding.Mesh`, ordered rules to shardings.
 
 Mesh axes: ``data`` splits the batch; ``fsdp`` splits the batch, and parameters with their optimiser state; ``model``
-splits the channels of convolutions and the features of dense layers; ``space`` splits image rows (`cnnjax.spatial`).
+splits the channels of convolutions and the features of dense layers; ``space`` splits image rows (`cnnjax.spatial`);
+``pipe`` splits the layers (`cnnjax.pipeline`).
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -21,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from cnnjax import networks
 from cnnjax.config import UsageError
 
-AXES = ("data", "fsdp", "model", "space")
+AXES = ("data", "fsdp", "model", "space", "pipe")
 BATCH_AXES = ("data", "fsdp")
 
 # The first rule whose regular expression matches an array's path decides how its dimensions are split over ``model``.
@@ -86,6 +88,8 @@ class Layout:
         gathered: Where the compiler partitions the step, shardings of the parameters as layers use them; None leaves it
             the choice, which with ``fsdp`` it makes badly: it moves activations, and gathers kernels twice.
         bn_scope: ``global``: batch norm sums over the devices; ``local``: each device for itself, if manual.
+        stages: Where the stages of ``pipe`` after the first start, as numbers of top-level layers counted from 0;
+            balanced where None.
     """
 
     mesh: Mesh
@@ -95,6 +99,7 @@ class Layout:
     manual: Any = None
     gathered: Any = None
     bn_scope: str = "global"
+    stages: tuple[int, ...] | None = None
 
     def size(self, axis: str) -> int:
         """Devices along an axis; 1 where the mesh lacks it."""
@@ -112,13 +117,23 @@ class Layout:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of every array of a batch."""
-        return NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
+        """Sharding of every array of a batch; with ``pipe``, on the devices of the first stage."""
+        mesh = self.stage(0).mesh if "pipe" in self.mesh.shape else self.mesh
+        return NamedSharding(mesh, PartitionSpec(self.batch_axes))
 
     @property
     def replicated(self) -> NamedSharding:
         """Every device holds the whole array."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+    def stage(self, index: int) -> "Layout":
+        """The same on the devices at one index of ``pipe``."""
+        names = tuple(axis for axis in self.mesh.axis_names if axis != "pipe")
+        devices = self.mesh.devices.take(index, self.mesh.axis_names.index("pipe"))
+        if not names:  # a mesh needs an axis
+            names, devices = ("data",), np.array([devices])
+        mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+        return dataclasses.replace(self, mesh=mesh, stages=None)
 
     def rows(self, batch_size: int) -> np.ndarray:
         """Where each row of a batch's arrays comes from: positions in the batch, -1 for rows that only fill up.
@@ -141,6 +156,15 @@ class Layout:
         def one(x: jax.Array) -> jax.Array:
             x = x.reshape(ways, self.microbatches, -1, *x.shape[1:]).swapaxes(0, 1)
             return x.reshape(self.microbatches, -1, *x.shape[3:])
+
+        return jax.tree.map(one, batch)
+
+    def part(self, batch: Any, number: jax.typing.ArrayLike) -> Any:
+        """One micro-batch of those that `split` gives."""
+
+        def one(x: jax.Array) -> jax.Array:
+            x = x.reshape(self.ways, self.microbatches, -1, *x.shape[1:])
+            return lax.dynamic_index_in_dim(x, number, 1, keepdims=False).reshape(-1, *x.shape[3:])
 
         return jax.tree.map(one, batch)
 
@@ -223,6 +247,21 @@ def parse_mesh(text: str) -> dict[str, int]:
     if list(sizes.values()).count(-1) > 1:
         raise ValueError(f"--mesh {text}: only one axis may be -1")
     return sizes
+
+
+def parse_stages(text: str | None) -> tuple[int, ...] | None:
+    """Reads ``3,7`` into ``(3, 7)``: where the stages of ``pipe`` after the first start.
+
+    Raises:
+        ValueError: If the text is not a list of rising layer numbers.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    starts = tuple(int(part) for part in parts if part.isdecimal())
+    if len(starts) < len(parts) or any(a >= b for a, b in itertools.pairwise((0, *starts))):
+        raise ValueError(f"--stages is {text!r}; allowed: rising numbers of layers, from 1, such as 3,7")
+    return starts
 
 
 def request_cpu_devices(count: int) -> None:
@@ -338,6 +377,16 @@ def check_layout(strategy: str, layout: Layout) -> None:
         )
     if strategy == "jit" and layout.bn_scope == "local":
         raise ValueError("--bn-scope local needs --strategy shard_map or pmap; jit computes over the whole batch")
+    mesh, starts = describe(layout.mesh), layout.stages
+    if "pipe" in layout.mesh.shape and "space" in layout.mesh.shape:
+        raise ValueError(f"--mesh {mesh}: pipe and space do not go together; allowed with pipe: data, fsdp, model")
+    if "pipe" in layout.mesh.shape and jax.process_count() > 1:
+        raise ValueError(f"--mesh {mesh}: pipe runs in one process, but there are {jax.process_count()}")
+    if starts is not None and len(starts) + 1 != layout.size("pipe"):
+        raise ValueError(
+            f"--stages names {len(starts)} starts, so {len(starts) + 1} stages, but --mesh {mesh} has "
+            f"pipe={layout.size('pipe')}: one start fewer than stages is needed"
+        )
 
 
 def over_leading(mapped: Callable, devices: int) -> Callable:

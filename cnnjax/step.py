@@ -69,6 +69,13 @@ def create_state(recipe: Recipe, input_shape: Shape) -> TrainState:
     )
 
 
+def train_keys(recipe: Recipe, step: Any, index_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One key a sample for augmentation, and one for dropout."""
+    step_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 1), step)
+    augment_key, dropout_key = jax.random.split(step_key)
+    return sample_keys(augment_key, index_B), sample_keys(dropout_key, index_B)
+
+
 def preprocess(recipe: Recipe, batch: Batch, keys_B: jax.Array | None, *, train: bool) -> jax.Array:
     """Pixels as the network takes them: augmented, then scaled."""
     x_BHWC = batch["image"].astype(recipe.param_dtype)
@@ -89,8 +96,7 @@ def batch_sums(logits_BC: jax.Array, batch: Batch, smoothing: float = 0.0) -> Me
 
 def loss_fn(recipe: Recipe, layout: Layout, params: Any, batch_stats: Any, batch: Batch, step: Any, count: Any):
     """What a part of a batch adds to the mean loss over the ``count`` samples of the whole batch."""
-    step_key = jax.random.fold_in(jax.random.fold_in(jax.random.key(recipe.seed), 1), step)
-    augment_keys_B, dropout_keys_B = (sample_keys(key, batch["index"]) for key in jax.random.split(step_key))
+    augment_keys_B, dropout_keys_B = train_keys(recipe, step, batch["index"])
     x_BHWC = preprocess(recipe, batch, augment_keys_B, train=True)
     variables = {"params": layout.whole(params), "batch_stats": batch_stats}
     logits_BC, batch_stats = forward(recipe, layout, variables, x_BHWC, dropout_keys_B, batch["weight"], train=True)

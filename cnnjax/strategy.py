@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from cnnjax import partition
+from cnnjax import partition, pipeline
 from cnnjax.networks import Shape
 from cnnjax.partition import Layout
 from cnnjax.step import Recipe, TrainState, create_state, eval_step, train_step
@@ -23,7 +23,7 @@ class Steps:
         train: ``(state, batch) -> (state, metrics)``; the state given is donated, so do not use it again.
         evaluate: ``(state, batch) -> metrics``.
         state_shardings: Tree of shardings like the state.
-        notes: What the layout could not split.
+        notes: What the layout could not split, and the stages of ``pipe``.
     """
 
     init: Callable[[], TrainState]
@@ -48,6 +48,9 @@ def compile_steps(recipe: Recipe, layout: Layout, input_shape: Shape, strategy: 
         ValueError: If the strategy does not know an axis of the mesh, or the layout is strict and does not divide.
     """
     partition.check_layout(strategy, layout)
+    if "pipe" in layout.mesh.shape:
+        pipe = pipeline.Pipeline(recipe, layout, input_shape)
+        return Steps(pipe.init, pipe.train, pipe.evaluate, pipe.state_shardings, pipe.notes)
     init = partial(create_state, recipe, input_shape)
     shardings, notes = partition.state_shardings(jax.eval_shape(init), layout, recipe.network)
     if strategy != "jit":

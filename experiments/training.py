@@ -177,7 +177,10 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
     with _mistakes(ValueError, OSError):
         path, saved = rundir.find_run(experiment, config)
         mesh, mesh_line = partition.make_mesh(config.mesh)
-        layout = partition.Layout(mesh, config.microbatches, strict=config.strict_sharding, bn_scope=config.bn_scope)
+        layout = partition.Layout(
+            mesh, config.microbatches, strict=config.strict_sharding, bn_scope=config.bn_scope,
+            stages=partition.parse_stages(config.stages),
+        )  # fmt: skip
         partition.check_layout(config.strategy, layout)
         found = datasets.load(config.data, default=default_data, image_shape=default_shape, quiet=config.quiet)
         splits = found.splits

@@ -17,6 +17,7 @@ ROAD = [
     {"augment", "metrics", "console", "ops", "optim"},
     {"model", "partition"},
     {"step", "checkpoint", "rundir", "feed"},
+    {"pipeline"},
     {"strategy"},
     {"loop"},
 ]
