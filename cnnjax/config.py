@@ -40,6 +40,11 @@ class TrainConfig:
     `python -m cnnjax.networks NAME` lists them (a residual block is one). Default: stages of about equal work."""
     bn_scope: Literal["global", "local"] = "global"
     """Batch norm over the whole batch, or on each device over its own part as other frameworks do (shard_map, pmap)."""
+    aggregate: str | None = None
+    """K/N, such as 3/4: the batch counts as the shares of N replicas, and each step leaves out all but the K fastest,
+    drawn from the seed; the metrics are of the samples kept. K equal to N leaves out none."""
+    stale: int = 0
+    """Applies each gradient this many steps late, as workers do that do not wait for each other; 0 is off."""
     strict_sharding: bool = False
     """Refuse a mesh whose sizes do not divide the channels that model would split, instead of leaving those whole."""
 
@@ -161,6 +166,8 @@ class TrainConfig:
         need(self.contrast is None or 0 <= self.contrast[0] <= self.contrast[1], "contrast", "0 <= LOW <= HIGH")
         need(not (self.x64 and self.dtype != "float32"), "dtype", "float32 together with --x64")
         need(not (self.resume and self.overwrite), "overwrite", "not together with --resume")
+        need(self.stale >= 0, "stale", "0 or more")
+        parse_aggregate(self.aggregate)
         parse_interval(self.checkpoint_every)
 
     def to_json(self) -> str:
@@ -193,6 +200,7 @@ FIXED_ON_RESUME = (
     *("preset", "network", "batch_size", "seed", "validation_split", "classes", "optimizer", "lr", "momentum"),
     *("b1", "b2", "eps", "schedule", "warmup_epochs", "decay_epochs", "decay_rate", "time_decay", "staircase"),
     *("weight_decay", "weight_decay_kind"),
+    *("aggregate", "stale"),
     *("label_smoothing", "ema", "scaling", "flip", "crop_padding", "crop_to", "brightness", "contrast", "dtype", "x64"),
 )
 
@@ -200,6 +208,20 @@ FIXED_ON_RESUME = (
 def flag(field: str) -> str:
     """The command line flag of a field."""
     return "--" + field.replace("_", "-")
+
+
+def parse_aggregate(text: str | None) -> tuple[int, int] | None:
+    """Reads ``3/4`` into ``(3, 4)``; None where all count.
+
+    Raises:
+        ValueError: If the text is no such fraction.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError(f"--aggregate is {text!r}; allowed: K/N with 1 <= K <= N, such as 3/4")
+    return None if match[1] == match[2] else (int(match[1]), int(match[2]))
 
 
 def parse_interval(text: str) -> tuple[int, str]:

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from cnnjax import model, networks, optim, partition
+from cnnjax import model, networks, optim, partition, replicas
 from cnnjax.config import UsageError
 from cnnjax.networks import Network, Shape
 from cnnjax.partition import Layout
@@ -277,6 +277,9 @@ class Pipeline:
         self.notes = tuple(notes)
         self.state_shardings = self._join([stage.shardings for stage in self.stages])
         self._check_optimizer(abstract.params)
+        if recipe.aggregate is not None:
+            keep = partial(replicas.keep_fastest, recipe.aggregate, layout, recipe.seed)
+            self._run_keep = _Program(keep, layout.batch_sharding)
         self._run_finish = _Program(self._finish, self.stages[0].layout.replicated, donate=0)
         self.train = _Schedule(self._train, layout.batch_sharding)
         self.evaluate = _Schedule(self._evaluate, layout.batch_sharding)
@@ -290,6 +293,8 @@ class Pipeline:
         return self._join(parts)
 
     def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if self.recipe.aggregate is not None:
+            batch = batch | {"weight": self._run_keep(state.step, batch["weight"])}
         states, batches, first = self._states(state), self._batches(batch), self.stages[0]
         stats = [own.batch_stats for own in states]
         params = [stage.gathered(own.params) for stage, own in zip(self.stages, states, strict=True)]

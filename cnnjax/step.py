@@ -17,7 +17,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from cnnjax import model, optim, spatial
+from cnnjax import model, optim, replicas, spatial
 from cnnjax.augment import Augmentation, Scaling, augment, sample_keys, scale
 from cnnjax.networks import Network, Shape
 from cnnjax.partition import Layout
@@ -51,6 +51,7 @@ class Recipe:
     label_smoothing: float = 0.0
     l2: float = 0.0  # weight decay in the loss
     ema: float = 0.0
+    aggregate: replicas.Aggregate | None = None  # None: every sample counts
     dtype: Any = jnp.float32  # of convolutions and dense layers
     param_dtype: Any = jnp.float32
 
@@ -109,6 +110,9 @@ def loss_fn(recipe: Recipe, layout: Layout, params: Any, batch_stats: Any, batch
 
 def train_step(recipe: Recipe, layout: Layout, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """One update. The metrics are sums over the batch, of the parameters before the update."""
+    if recipe.aggregate is not None:
+        kept_B = replicas.keep_fastest(recipe.aggregate, layout, recipe.seed, state.step, batch["weight"])
+        batch = batch | {"weight": kept_B}
     count = jnp.maximum(layout.total(jnp.sum(batch["weight"])), 1)
 
     def gradients(batch_stats, part):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import tyro
 
 from cnnjax import networks
-from cnnjax.config import TrainConfig, UsageError, flag
+from cnnjax.config import TrainConfig, UsageError, flag, parse_aggregate
 
 Presets = Mapping[str, TrainConfig]
 Options = TypeVar("Options")
@@ -264,6 +264,7 @@ def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
     from cnnjax.augment import Augmentation
     from cnnjax.datasets.order import num_batches, split_validation
     from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
+    from cnnjax.replicas import Aggregate, stale, stale_schedule
     from cnnjax.step import Recipe
 
     training, validation = splits.train, splits.test
@@ -308,8 +309,8 @@ def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
     mean, std = training.channel_moments() if standardize else (None, None)
     recipe = Recipe(
         network=network,
-        optimizer=make_optimizer(optimizer, total_steps),
-        schedule=make_schedule(optimizer, total_steps),
+        optimizer=stale(make_optimizer(optimizer, total_steps), config.stale),
+        schedule=stale_schedule(make_schedule(optimizer, total_steps), config.stale),
         seed=config.seed,
         augmentation=Augmentation(
             config.flip == "on", config.crop_padding or 0, config.crop_to, config.brightness, config.contrast
@@ -320,6 +321,7 @@ def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
         label_smoothing=config.label_smoothing,
         l2=config.weight_decay if config.weight_decay_kind == "loss" else 0.0,
         ema=config.ema,
+        aggregate=Aggregate(*shares, config.batch_size) if (shares := parse_aggregate(config.aggregate)) else None,
         dtype=jnp.float64 if config.x64 else jnp.dtype(config.dtype),
         param_dtype=jnp.float64 if config.x64 else jnp.float32,
     )

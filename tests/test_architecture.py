@@ -16,6 +16,7 @@ ROAD = [
     {"datasets", "spatial"},
     {"augment", "metrics", "console", "ops", "optim"},
     {"model", "partition"},
+    {"replicas"},
     {"step", "checkpoint", "rundir", "feed"},
     {"pipeline"},
     {"strategy"},
