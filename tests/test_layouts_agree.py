@@ -48,17 +48,17 @@ def check(name: str, case: Case, batch_size: int, steps: int = STEPS):
     assert equivalence.agrees(values, True), values
 
 
-# Cheap ones: one of each axis, strategy and kind of micro-batch. data=8 divides neither 20 nor 19 images.
+# Cheap ones: one of each axis, strategy and kind of micro-batch. No layout divides 19 images.
 FAST = [
-    *[(Case("data=8"), 19), (Case("fsdp=4"), 20), (Case("data=2,model=2"), 20), (Case("space=2"), 20)],
-    *[(Case("data=2,fsdp=2", "shard_map"), 19), (Case("data=4", "pmap"), 20)],
-    *[(case, 20) for case in LAYOUTS if "pipe" in case.mesh][:1],
+    *(Case(mesh) for mesh in ("data=8", "fsdp=4", "data=2,model=2", "space=2")),
+    *(Case("data=2,fsdp=2", "shard_map"), Case("data=4", "pmap")),
+    *[case for case in LAYOUTS if "pipe" in case.mesh][:1],
 ]
 
 
-@pytest.mark.parametrize(("case", "batch_size"), FAST, ids=str)
-def test_layout_equals_one_device_over_two_epochs(case, batch_size):
-    check("cifar10_slim", case, batch_size, steps=5)
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_layout_equals_one_device_over_two_epochs(case):
+    check("cifar10_slim", case, 19, steps=5)
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_adam_starts_when_the_first_gradient_is_due():
 SMALL = (Conv(4, (3, 3), padding="SAME"), BatchNorm(), Relu(), MaxPool(), Flatten(), Dropout(0.2), Dense(8), Dense(10))
 # With 4 micro-batches the dropped replica is a whole one of them.
 LAYOUTS = [Case("data=4"), Case("fsdp=4"), Case("data=2,model=2"), Case("space=2"), Case("data=4", microbatches=4)]
-LAYOUTS += [Case("data=2,fsdp=2", "shard_map"), Case("data=4", "pmap")]
+LAYOUTS += [Case("data=2,fsdp=2", "shard_map", 4), Case("data=4", "pmap")]
 LAYOUTS += [Case("pipe=2", microbatches=4)] if "pipe" in partition.AXES else []
 
 
@@ -219,7 +219,7 @@ def trained(case):
 
 @pytest.mark.parametrize(
     "case",
-    [Case("data=2,fsdp=2", "shard_map", 4), *(pytest.param(case, marks=pytest.mark.slow) for case in LAYOUTS)],
+    [Case("data=2,fsdp=2", "shard_map"), *(pytest.param(case, marks=pytest.mark.slow) for case in LAYOUTS)],
     ids=str,
 )
 def test_both_together_are_the_same_on_every_layout(case):

@@ -1,6 +1,7 @@
 """The simulated clock against theory, and the command."""
 
 import csv
+import itertools
 import json
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_not_waiting_helps_more_the_more_replicas_there_are():
         assert row["asynchronous_s"] <= row["stale_s"] + 1e-9 and row["stale_s"] <= row["synchronous_s"] + 1e-9
         assert row["aggregate_s"] <= row["synchronous_s"] + 1e-9
     ratios = [row["synchronous_s"] / row["aggregate_s"] for row in rows]
-    assert abs(ratios[0] - 1) < 1e-12 and ratios[-1] > 5 and sorted(ratios) == ratios
+    assert all(b > a - 1e-9 for a, b in itertools.pairwise(ratios)) and abs(ratios[0] - 1) < 1e-9 and ratios[-1] > 5
 
 
 def test_the_command_writes_tables_and_a_plot(tmp_path, capsys):
