@@ -134,6 +134,11 @@ class TrainConfig:
     """tensorflow also prints 'step N, loss = x, Train accuracy = y' for each logged step."""
     quiet: bool = False
     """Print only warnings and errors; run.log has the rest."""
+    explain: bool = False
+    """Print what the mesh costs and exit: memory, work and traffic of each device, read from the compiled training
+    step. Nothing is trained or written."""
+    devices: int | None = None
+    """With --explain: this many fake CPU devices, for a mesh that this machine does not have."""
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, allowed: str) -> None:
@@ -150,6 +155,7 @@ class TrainConfig:
             "eval_every",
             "keep",
             "log_every",
+            "devices",
         )
         for field in at_least_one:
             need(getattr(self, field) is None or getattr(self, field) >= 1, field, "1 or more")
@@ -166,6 +172,7 @@ class TrainConfig:
         need(self.contrast is None or 0 <= self.contrast[0] <= self.contrast[1], "contrast", "0 <= LOW <= HIGH")
         need(not (self.x64 and self.dtype != "float32"), "dtype", "float32 together with --x64")
         need(not (self.resume and self.overwrite), "overwrite", "not together with --resume")
+        need(self.devices is None or self.explain, "devices", "only together with --explain")
         need(self.stale >= 0, "stale", "0 or more")
         parse_aggregate(self.aggregate)
         parse_interval(self.checkpoint_every)

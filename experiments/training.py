@@ -170,12 +170,14 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
 
     import jax
 
-    from cnnjax import datasets, partition, rundir
+    from cnnjax import datasets, explain, partition, rundir
     from cnnjax.console import Console
 
     jax.config.update("jax_enable_x64", config.x64)
     with _mistakes(ValueError, OSError):
-        path, saved = rundir.find_run(experiment, config)
+        if config.devices is not None:
+            config = dataclasses.replace(config, mesh=explain.pretend(config.mesh, config.devices))
+        path, saved = (Path(), None) if config.explain else rundir.find_run(experiment, config)
         mesh, mesh_line = partition.make_mesh(config.mesh)
         layout = partition.Layout(
             mesh, config.microbatches, strict=config.strict_sharding, bn_scope=config.bn_scope,
@@ -192,6 +194,11 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
         if saved is not None:
             rundir.check_same_run(path, config, saved)
         recipe, training, validation = assemble(config, splits)
+        if config.explain:
+            shape = input_shape(config, training.image_shape)
+            cost = explain.explain(recipe, layout, shape, config.batch_size, config.strategy, training.image_shape)
+            print(*(f"note: {note}" for note in (*found.notes, mesh_line)), explain.report(cost), sep="\n")
+            return 0
 
     from cnnjax.strategy import compile_steps
 

@@ -20,7 +20,7 @@ ROAD = [
     {"step", "checkpoint", "rundir", "feed"},
     {"pipeline"},
     {"strategy"},
-    {"loop"},
+    {"loop", "explain"},
 ]
 FOREIGN = ("tensorflow", "keras", "torch", "tensorflow_datasets")
 
