@@ -70,6 +70,7 @@ def test_fsdp_keeps_a_quarter_and_gathers_it_once(strategy):
     assert set(traffic) <= {"all-gather", "all-reduce", "reduce-scatter"}
 
 
+@pytest.mark.slow
 def test_the_state_is_as_large_as_the_arrays():
     recipe, layout, shape = setting(SLIM, "fsdp=4")
     arrays = jax.tree.leaves(compile_steps(recipe, layout, shape).init())
@@ -153,7 +154,7 @@ MODEL = "replica_groups=[2,4]<=[8]"
     [
         (f"%a = f32[8,4]{{1,0}} all-reduce(%x), channel_id=1, {DATA}, to_apply=%add",
          Collective("all-reduce", ("data",), 2, 128, ((8, 4),))),
-        (f"ROOT %a = (f32[8]{{0:T(128)}}, bf16[3,3]{{1,0}}, /*index=2*/f32[]) all-reduce(%x, %y, /*index=2*/%z), {MODEL}",
+        (f"ROOT %a = (f32[8]{{0:T(128)}}, bf16[3,3]{{1,0}}, /*index=2*/f32[]) all-reduce(%x, %y, %z), {MODEL}",
          Collective("all-reduce", ("model",), 4, 54, ((8,), (3, 3), ()))),
         (f"%a = (f32[8], f32[2]) all-reduce-start(f32[8] %x, f32[2] %y), {DATA}",
          Collective("all-reduce", ("data",), 2, 40, ((8,), (2,)))),
@@ -364,9 +365,8 @@ def test_a_wrong_number_of_devices_is_one_line(flags, message, capsys):
 
 
 def test_a_mesh_of_512_devices_is_explained_on_any_machine(tmp_path):
-    done = run(
-        "--data", "digits", "--mesh", "data=-1", "--devices", 512, "--batch-size", 1024, "--explain", cwd=tmp_path
-    )
+    flags = "--data digits --mesh data=-1 --devices 512 --batch-size 1024 --explain"
+    done = run(*flags.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--explain: mesh data=512 (512 devices), batch of 1,024 images. Compiled, not run." in done.stdout
     row = next(line.split() for line in done.stdout.splitlines() if line.startswith("  data  all-reduce"))
