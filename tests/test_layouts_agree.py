@@ -17,7 +17,6 @@ from cnnjax import networks
 from cnnjax.augment import Augmentation
 from cnnjax.datasets.digits import load_digits
 from cnnjax.networks import AvgPool, BatchNorm, Conv, Dense, Dropout, Flatten, MaxPool, Relu, Residual
-from cnnjax.partition import Layout
 from cnnjax.step import Recipe, create_state
 from cnnjax.strategy import compile_steps
 from experiments import equivalence
@@ -117,56 +116,6 @@ def test_odd_sizes_split_over_rows_equal_one_device(case):
     assert equivalence.agrees(values, True), values
 
 
-# -- the comparison itself --------------------------------------------------------------------------------------------
-
-
-def outcome(**changes):
-    state = {"params": {"a": np.array([1.0, 2.0])}, "opt_state": {"count": np.array(3), "m": np.array([1e-12])}}
-    values = {
-        "losses_T": np.array([2.0, 1.0]),
-        "norms_T": np.array([1.0, 1.0]),
-        "evaluation": np.array([3.0, 0.0, 5.0]),
-    }
-    state |= {"batch_stats": {}, "ema": None, "step": np.array(2)} | changes.pop("state", {})
-    return equivalence.Outcome(**values | {"state": _State(**state), "compile_s": 0, "train_s": 0} | changes)
-
-
-@dataclasses.dataclass
-class _State:
-    params: dict
-    opt_state: dict
-    batch_stats: dict
-    ema: None
-    step: np.ndarray
-
-
-@pytest.mark.parametrize(
-    ("changes", "column", "size"),
-    [
-        ({"losses_T": np.array([2.0, 1.01])}, "loss", 0.01),
-        ({"losses_T": np.array([2.0, np.nan])}, "loss", np.nan),
-        ({"norms_T": np.array([1.0, 1.5])}, "grad norm", 0.5),
-        ({"evaluation": np.array([3.0, 0.0, 6.0])}, "evaluation", 0.2),
-        ({"state": {"params": {"a": np.array([1.0, 2.2])}}}, "parameters", 0.1),
-        ({"state": {"params": {"a": np.array([np.nan, 2.0])}}}, "parameters", np.nan),
-        ({"state": {"opt_state": {"count": np.array(4), "m": np.array([1e-12])}}}, "optimiser", np.inf),
-    ],
-)
-def test_a_difference_is_seen_in_its_column_alone(changes, column, size):
-    values = equivalence.differences(outcome(**changes), outcome())
-    np.testing.assert_allclose(values.pop(column), size, rtol=1e-9)
-    assert set(values.values()) == {0.0}
-    assert not equivalence.agrees(values | {column: size}, True)
-    assert equivalence.agrees(values | {column: 0.0}, True)
-
-
-def test_states_of_other_shapes_are_not_compared():
-    with pytest.raises(ValueError, match=r"arrays of shapes \(2, 1\) and \(2,\)"):
-        equivalence.differences(outcome(state={"params": {"a": np.ones((2, 1))}}), outcome())
-    with pytest.raises(ValueError, match="different structure"):
-        equivalence.differences(outcome(state={"params": {}}), outcome())
-
-
 # -- batch norm of each device for itself -----------------------------------------------------------------------------
 
 LOCAL = (Conv(3, use_bias=False), BatchNorm(0.9), Relu(), MaxPool(), Flatten(), Dense(10))
@@ -214,9 +163,3 @@ def test_local_batch_norm_equals_each_replica_by_itself(x64, strategy, size):
         above, below = (replicas(jax.tree.map(lambda p, d, h=h: p + h * d, params, way))[0] for h in (1e-6, -1e-6))
         slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float((g * d).sum()), gradient, way)))
         np.testing.assert_allclose(slope, (above - below) / 2e-6, rtol=1e-5)
-
-
-def test_layouts_without_the_means_to_run_are_refused():
-    with pytest.raises(ValueError, match=r"--mesh data=9 needs 9 devices, but there are 8"):
-        Case("data=9").layout()
-    assert isinstance(Case("data=2").layout(), Layout)

@@ -137,12 +137,13 @@ def test_the_update_is_the_gradient_of_the_mean_over_the_kept_samples(x64):
     assert len(set(slow)) > 1
 
 
-def test_batch_norm_leaves_dropped_samples_out(x64):
+@pytest.mark.parametrize("microbatches", [1, 2])  # with 2, the dropped samples are a whole micro-batch
+def test_batch_norm_leaves_dropped_samples_out(x64, microbatches):
     network = (Conv(3, (2, 2)), BatchNorm(0.9), Relu(), MaxPool(), Flatten(), Dense(10))
     batch, one = digits(8), recipe(network, optax.sgd(0.1), aggregate=Aggregate(1, 2, 8))
-    start = create_state(one, (6, 5, 1))
+    start, layout = create_state(one, (6, 5, 1)), dataclasses.replace(ONE, microbatches=microbatches)
     params, stats = jax.tree.map(np.array, (start.params, start.batch_stats))
-    after, metrics = jax.jit(lambda s, b: train_step(one, ONE, s, b))(start, batch)
+    after, metrics = jax.jit(lambda s, b: train_step(one, layout, s, b))(start, batch)
     explained = []
     for half in (slice(0, 4), slice(4, 8)):
         logits, expected = reference.forward(network, params, stats, batch["image"][half] / 255.0, train=True)
