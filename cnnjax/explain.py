@@ -293,6 +293,7 @@ class Explanation:
         batch: Images, labels, weights, numbers.
         temporaries: Peak of everything else: activations, gradients, scratch.
         compiled: Arguments, temporaries and outputs less those that share memory, as the compiler counts them.
+        gathered: Parameters as the layers use them, ``fsdp`` parts put together.
         whole_state: Bytes of parameters and optimiser state before they are split.
         flops: Floating-point operations, as the compiler counts them.
         network_flops: The same by the network's own count, divided by the devices.
@@ -311,6 +312,7 @@ class Explanation:
     batch: int
     temporaries: int
     compiled: int
+    gathered: int
     whole_state: int
     flops: float
     network_flops: float
@@ -334,8 +336,12 @@ class Explanation:
 
     @property
     def fixed(self) -> int:
-        """What does not grow with the batch: the state, and among the temporaries one gradient for each parameter."""
-        return self.state + min(self.parameter_bytes, self.temporaries)
+        """What does not grow with the batch: the state; among the temporaries one gradient.
+
+        Micro-batches add a sum of gradients, and ``fsdp`` the parameters gathered.
+        """
+        copies = 1 + (self.microbatches > 1) + (self.axis_sizes.get("fsdp", 1) > 1)
+        return self.state + min(copies * self.gathered, self.temporaries)
 
     @property
     def total(self) -> int:
@@ -433,6 +439,9 @@ def explain(
         temporaries=memory.temp_size_in_bytes,
         compiled=memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
         - memory.alias_size_in_bytes,
+        gathered=_bytes_each(
+            jax.tree.map(lambda a: a.update(sharding=partition.without_fsdp(a.sharding)), state.params)
+        ),
         whole_state=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.params, state.opt_state))),
         # XLA counts the body of a loop once, and the loop over micro-batches holds nearly all of the work.
         flops=float(cost.get("flops", math.nan)) * layout.microbatches,
@@ -606,7 +615,7 @@ def advice(found: Explanation, machine: Machine) -> list[str]:
     kept = found.parameter_bytes + found.optimizer_state
     lines = [
         f"Memory as the batch grows, on devices of {size(machine.memory)}",
-        f"  {size(found.fixed)} on each device, the state and one gradient, do not depend on the batch; "
+        f"  {size(found.fixed)} on each device, state and gradients, do not depend on the batch; "
         f"{size(growing)} ({growing / found.total:.0%}) do, {size(found.per_image)} for each image",
     ]
     if room <= 0:

@@ -86,7 +86,7 @@ def test_the_memory_is_what_the_compiler_reports(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "microbatches"), [("data=1", 1), ("space=2", 1), ("data=2", 4)])
+@pytest.mark.parametrize(("mesh", "microbatches"), [("data=1", 1), ("space=2", 1), ("fsdp=4", 1), ("data=2", 4)])
 def test_memory_at_another_batch_size_is_foreseen(mesh, microbatches):
     small, large = (cost(mesh, batch_size=size, microbatches=microbatches) for size in (64, 512))
     assert small.memory_at(512) == pytest.approx(large.compiled, rel=0.15)
@@ -279,14 +279,14 @@ def made_up(**changes) -> Explanation:
     values = dict(
         axis_sizes={"data": 2}, batch_size=100, rows=100, microbatches=1, rules=((".*", "whole"),),
         parameters=(Parameter("w", (25,), "whole", 100),), optimizer_state=100, other_state=0, batch=100,
-        temporaries=600, compiled=900, whole_state=200, flops=4e6, network_flops=2e6, collectives=(),
+        temporaries=600, compiled=900, gathered=100, whole_state=200, flops=4e6, network_flops=2e6, collectives=(),
     )  # fmt: skip
     return Explanation(**values | changes)
 
 
 def test_advice_when_all_fits():
     text = "\n".join(explain.advice(made_up(), Machine(memory=3300)))
-    assert "300 B on each device, the state and one gradient" in text
+    assert "300 B on each device, state and gradients, do not depend" in text
     assert "600 B (67%) do, 6 B for each image" in text
     assert "activations run out first, at about 500 images a step; data splits them" in text
     assert "data=4 or --microbatches 2, each up to about 1,000 images" in text
