@@ -146,4 +146,5 @@ class Checkpoints:
         return _failing(f"{self.directory}: a checkpoint cannot be written", "is the disk full?")
 
     def _discard(self) -> None:
-        shutil.rmtree(self.directory / _DISCARDED, ignore_errors=True)
+        if jax.process_index() == 0:
+            shutil.rmtree(self.directory / _DISCARDED, ignore_errors=True)

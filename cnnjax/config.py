@@ -48,6 +48,14 @@ class TrainConfig:
     strict_sharding: bool = False
     """Refuse a mesh whose sizes do not divide the channels that model would split, instead of leaving those whole."""
 
+    coordinator: str | None = None
+    """HOST:PORT at which process 0 listens, where several processes train together; the mesh then spans the devices of
+    all. Under SLURM and Open MPI 4, leave this and the next two out."""
+    num_processes: int | None = None
+    """Processes that train together."""
+    process_id: int | None = None
+    """Which of them this is, from 0; process 0 writes and prints."""
+
     batch_size: int = 128
     """Images a step, over all devices together."""
     epochs: int | None = None
@@ -176,6 +184,13 @@ class TrainConfig:
         need(self.stale >= 0, "stale", "0 or more")
         parse_aggregate(self.aggregate)
         parse_interval(self.checkpoint_every)
+        together = ("coordinator", "num_processes", "process_id")
+        if (missing := [flag(field) for field in together if getattr(self, field) is None]) and len(missing) < 3:
+            raise ValueError(f"{' and '.join(missing)} missing; {', '.join(map(flag, together))} belong together")
+        if self.num_processes is not None and self.process_id is not None:
+            need(re.fullmatch(r".+:\d{1,5}", self.coordinator or "") is not None, "coordinator", "HOST:PORT")
+            need(self.num_processes >= 1, "num_processes", "1 or more")
+            need(0 <= self.process_id < self.num_processes, "process_id", f"0 to {self.num_processes - 1}")
 
     def to_json(self) -> str:
         """The options as a JSON object."""
@@ -206,7 +221,7 @@ class TrainConfig:
 FIXED_ON_RESUME = (
     *("preset", "network", "batch_size", "seed", "validation_split", "classes", "optimizer", "lr", "momentum"),
     *("b1", "b2", "eps", "schedule", "warmup_epochs", "decay_epochs", "decay_rate", "time_decay", "staircase"),
-    *("weight_decay", "weight_decay_kind"),
+    *("weight_decay", "weight_decay_kind", "microbatches", "bn_scope"),
     *("aggregate", "stale"),
     *("label_smoothing", "ema", "scaling", "flip", "crop_padding", "crop_to", "brightness", "contrast", "dtype", "x64"),
 )

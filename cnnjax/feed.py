@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from cnnjax.datasets.base import Dataset
 from cnnjax.datasets.order import BatchIndices
@@ -61,7 +62,7 @@ class Feed:
     def _send(self) -> None:
         try:
             for indices in self._batches:
-                if not self._put(jax.device_put(gather(self._dataset, indices, self._layout), self._sharding)):
+                if not self._put(place(self._dataset, indices, self._layout, self._sharding)):
                     return
             self._put(None)
         except BaseException as error:  # whatever it is, the consumer must hear of it instead of waiting for ever
@@ -77,9 +78,29 @@ class Feed:
         return False
 
 
-def gather(dataset: Dataset, indices: BatchIndices, layout: Layout) -> dict[str, np.ndarray]:
-    """One batch in host memory, its rows as the layout places them."""
-    place = layout.rows(len(indices.index))
+def place(dataset: Dataset, indices: BatchIndices, layout: Layout, sharding: NamedSharding) -> dict[str, jax.Array]:
+    """One batch on the devices; of several processes, each gathers the rows of its own devices only."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(gather(dataset, indices, layout), sharding)
+    batch_size = len(layout.rows(len(indices.index)))
+    slices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    spans = {at[0].indices(batch_size) for at in slices if at is not None}
+    parts = {span: gather(dataset, indices, layout, slice(*span)) for span in spans}
+
+    def array(name: str) -> jax.Array:
+        shape = (batch_size, *next(iter(parts.values()))[name].shape[1:])
+
+        def mine(at: tuple[slice, ...] | None) -> np.ndarray:
+            return parts[at[0].indices(batch_size)][name] if at is not None else np.empty(0)
+
+        return jax.make_array_from_callback(shape, sharding, mine)
+
+    return {name: array(name) for name in next(iter(parts.values()))}
+
+
+def gather(dataset: Dataset, indices: BatchIndices, layout: Layout, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    """One batch in host memory, its rows as the layout places them; or of those, only the ``rows`` given."""
+    place = layout.rows(len(indices.index))[rows]
     index_B = indices.index[place]
     return {
         "image": dataset.images_NHWC[index_B],

@@ -20,10 +20,11 @@ from cnnjax.config import TrainConfig, UsageError, parse_interval
 from cnnjax.console import Console
 from cnnjax.datasets.base import Dataset
 from cnnjax.datasets.order import batches, epoch_order, num_batches
+from cnnjax.distributed import Processes, Votes
 from cnnjax.feed import Feed
 from cnnjax.metrics import Sums
 from cnnjax.partition import Layout
-from cnnjax.rundir import RunDirectory
+from cnnjax.rundir import Nowhere, RunDirectory
 from cnnjax.step import TrainState
 from cnnjax.strategy import Steps
 
@@ -92,6 +93,7 @@ class Fit:
         config: TrainConfig,
         folder: RunDirectory,
         console: Console,
+        processes: Processes | None = None,
     ):
         """Prepares; nothing runs yet.
 
@@ -105,6 +107,7 @@ class Fit:
             config: Options, with ``epochs`` set.
             folder: Where the run is written.
             console: Where it is shown.
+            processes: Those that train together; this one alone where None.
         """
         if config.epochs is None:
             raise ValueError("config.epochs is None; fit needs a number of epochs")
@@ -118,7 +121,10 @@ class Fit:
         self.position = Position()
         self.step = 0  # updates whose metrics are in position.sums
         self.compile_s = self.trained_s = self.waited_s = 0.0  # of this process
-        self.signal: signal.Signals | None = None
+        self.asked: signal.Signals | None = None  # the signal that came to this process
+        self.signal: signal.Signals | None = None  # the one at which all processes stop
+        self.processes = processes or Processes()
+        self.votes = Votes(layout.mesh) if self.processes.count > 1 else None
 
     def run(self) -> Result:
         """Trains until the end, a signal, or a loss that is no number.
@@ -129,15 +135,18 @@ class Fit:
             UsageError: If the checkpoint to resume from cannot be read or belongs to other data.
         """
         self.checkpoints = Checkpoints(self.folder.checkpoints, self.config.keep)
-        with contextlib.closing(self.checkpoints), self._signals():
+        with self.processes.closing(self.checkpoints), self._signals():
             state = self._first_state()
             # Only now: a run that cannot be resumed like this keeps its options.
             rundir.write_config(self.folder, self.config)
             rundir.write_environment(self.folder, self.layout.mesh, self.train.source)
             if self.step >= self.total_steps:
                 self.console.say(f"the run is complete already: {self.step} steps are done")
-            self.metrics_file = metrics.MetricsFile(self.folder.path / "metrics.csv", self.position.epoch)
-            self.steps_file = metrics.StepsFile(self.folder.path / "steps.jsonl", self.step)
+            self.metrics_file: metrics.MetricsFile | Nowhere = Nowhere()
+            self.steps_file: metrics.StepsFile | Nowhere = Nowhere()
+            if self.folder.writes:
+                self.metrics_file = metrics.MetricsFile(self.folder.path / "metrics.csv", self.position.epoch)
+                self.steps_file = metrics.StepsFile(self.folder.path / "steps.jsonl", self.step)
             with contextlib.closing(self.metrics_file), contextlib.closing(self.steps_file):
                 self._compile(state)
                 self.console.start(self.total_steps, self.step)
@@ -154,9 +163,13 @@ class Fit:
         """The first SIGINT or SIGTERM asks the loop to save and stop; a second Ctrl-C interrupts at once."""
 
         def ask(number: int, frame: object) -> None:
-            if self.signal is not None and number == signal.SIGINT:
+            if self.asked is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.signal = signal.Signals(number)
+            self.asked = signal.Signals(number)
+            if self.votes is None:
+                self.signal = self.asked
+            if not self.folder.writes:
+                return
             with contextlib.suppress(OSError):  # nobody may be left to read it
                 os.write(2, f"{signal.Signals(number).name}: saving a checkpoint, then stopping\n".encode())
 
@@ -174,7 +187,7 @@ class Fit:
         return {"dataset": self.train.name, "samples": len(self.train)}
 
     def _first_state(self) -> TrainState:
-        newest = self.checkpoints.newest() if self.config.resume else None
+        newest = self.processes.from_first(self.checkpoints.newest) if self.config.resume else None
         if newest is None:
             return self.steps.init()
         abstract = jax.eval_shape(self.steps.init)
@@ -207,6 +220,8 @@ class Fit:
         }
         self.train_step = self.steps.train.lower(state, batch).compile()
         self.eval_step = self.steps.evaluate.lower(state, batch).compile()
+        if self.votes is not None:
+            self.votes.cast(None).block_until_ready()
         self.compile_s = time.perf_counter() - start
 
     # -- the epochs ---------------------------------------------------------------------------------------------------
@@ -247,6 +262,8 @@ class Fit:
             running: Any = None
             for batch in itertools.islice(feed, last - position.batch):
                 state, results = self.train_step(state, batch)
+                if self.votes is not None:
+                    results["signal"] = self.votes.cast(self.asked)
                 # Reading waits for the device, so the metrics of a step are read while the next one runs.
                 self._read(running)
                 running = results
@@ -271,6 +288,7 @@ class Fit:
         if results is None:
             return
         values = {name: float(value) for name, value in jax.device_get(results).items()}
+        self._heed(values.pop("signal", 0))
         self.position.learning_rate = float(f"{values['learning_rate']:.8g}")
         step, loss = self.step + 1, values["loss"] / values["count"]
         for name, value in (("loss", loss), ("norm of the gradients", values["grad_norm"])):
@@ -284,6 +302,16 @@ class Fit:
             if self.config.log_style == "tensorflow":
                 self.console.say(f"step {step}, loss = {loss:.6f}, Train accuracy = {accuracy:.4f}")
         self.console.progress(step, self.total_steps, self.position.epoch + 1, self.epochs, self._progress_text)
+
+    def _heed(self, vote: float) -> None:
+        if vote:
+            self.signal = signal.Signals(int(vote))
+
+    def _stopping(self) -> bool:
+        """Whether a signal came to any process; all must ask."""
+        if self.votes is not None:
+            self._heed(int(self.votes.cast(self.asked)))
+        return self.signal is not None
 
     def _progress_text(self) -> str:
         sums = self.position.sums
@@ -318,7 +346,7 @@ class Fit:
         place = self.layout.rows(self.config.batch_size)
         with Feed(dataset, batches(np.arange(len(dataset)), self.config.batch_size), self.layout) as feed:
             for batch in feed:
-                if self.signal is not None:
+                if self._stopping():
                     return None
                 results = jax.device_get(self.eval_step(state, batch))
                 sums.add(results)
@@ -377,7 +405,8 @@ class Fit:
             self._save(state, None)
             self.checkpoints.wait()
             return Result(self.step, stopped_by=self.signal)
-        metrics.write_predictions(self.folder.path / "predictions.csv", tested.predicted_N.tolist())
+        if self.folder.writes:
+            metrics.write_predictions(self.folder.path / "predictions.csv", tested.predicted_N.tolist())
         self.checkpoints.wait()
         if self.trained_s:
             share = self.waited_s / self.trained_s

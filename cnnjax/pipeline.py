@@ -253,11 +253,11 @@ class Pipeline:
             ValueError: If the optimiser mixes the gradients of layers in different stages.
         """
         self.recipe, self.layout = recipe, layout
-        self._create = partial(create_state, recipe, input_shape)
+        create = partial(create_state, recipe, input_shape)
         spans = stage_spans(recipe.network, input_shape, layout)
         names = [name for name, _ in networks.named_layers(recipe.network)]
         self._owner = {name: number for number, span in enumerate(spans) for name in names[slice(*span)]}
-        abstract = jax.eval_shape(self._create)
+        abstract = jax.eval_shape(create)
         self.stages: list[_Stage] = []
         notes: list[str] = []
         costs, _ = _work(recipe.network, input_shape)
@@ -274,6 +274,10 @@ class Pipeline:
             ]
         idle = (len(spans) - 1) / (layout.microbatches + len(spans) - 1)
         notes.append(f"with --microbatches {layout.microbatches} a stage is idle for at least {idle:.0%} of a step")
+        self._creates = [
+            jax.jit(lambda number=number: self._select(create(), number), out_shardings=stage.shardings)
+            for number, stage in enumerate(self.stages)
+        ]
         self.notes = tuple(notes)
         self.state_shardings = self._join([stage.shardings for stage in self.stages])
         self._check_optimizer(abstract.params)
@@ -286,11 +290,7 @@ class Pipeline:
 
     def init(self) -> TrainState:
         """The state before step 0; each stage computes only its own."""
-        parts = []
-        for number, stage in enumerate(self.stages):
-            create = jax.jit(lambda number=number: self._select(self._create(), number), out_shardings=stage.shardings)
-            parts.append(create())
-        return self._join(parts)
+        return self._join([create() for create in self._creates])
 
     def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if self.recipe.aggregate is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import platform
@@ -27,13 +28,18 @@ class RunDirectory:
     Attributes:
         path: The folder.
         checkpoints: Its folder of checkpoints.
+        writes: Whether this process writes the run's files, as the first of several does for all.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, writes: bool = True):
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.writes = writes
+        self._lock: io.FileIO | None = None
+        if not writes:
+            return
         # Unbuffered: what a full disk refuses would otherwise be refused again on closing.
-        self._lock = (path / "run.log").open("ab", buffering=0)
+        self._lock = io.FileIO(path / "run.log", "a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -42,11 +48,23 @@ class RunDirectory:
 
     def log(self, text: str) -> None:
         """Appends a line with the time to ``run.log``."""
-        self._lock.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
+        if self._lock is not None:
+            self._lock.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
     def close(self) -> None:
         """Unlocks the folder."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+class Nowhere:
+    """In place of a file that another process writes."""
+
+    def write(self, *row: Any, **values: Any) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 def saved_config(path: Path) -> TrainConfig | None:
@@ -117,12 +135,16 @@ def check_same_run(path: Path, config: TrainConfig, saved: TrainConfig) -> None:
         raise ValueError(f"--resume {path}: {'; '.join(changes)}; a resumed run must keep these")
 
 
-def open_run(path: Path, overwrite: bool) -> RunDirectory:
-    """Makes the folder, or takes it over; ``overwrite`` empties it first.
+def open_run(path: Path, overwrite: bool, writes: bool = True) -> RunDirectory:
+    """Makes the folder, or takes it over; ``overwrite`` empties it first. Without ``writes`` it must be there.
 
     Raises:
         ValueError: If it cannot be written, or another process is writing there.
     """
+    if not writes:
+        if not (path / "run.log").exists():
+            raise ValueError(f"--run-dir {path}: not here, where another process made it; all need one file system")
+        return RunDirectory(path, writes=False)
     try:
         path.mkdir(parents=True, exist_ok=True)
         run = RunDirectory(path)
@@ -139,12 +161,18 @@ def open_run(path: Path, overwrite: bool) -> RunDirectory:
 
 def write_config(run: RunDirectory, config: TrainConfig) -> None:
     """Writes ``config.json``, in which flags about this start only are left out."""
-    plain = dataclasses.replace(config, run_dir=None, resume=False, overwrite=False, quiet=False)
-    replace_file(run.path / "config.json", plain.to_json())
+    plain = dataclasses.replace(
+        config, run_dir=None, resume=False, overwrite=False, quiet=False,
+        coordinator=None, num_processes=None, process_id=None,
+    )  # fmt: skip
+    if run.writes:
+        replace_file(run.path / "config.json", plain.to_json())
 
 
 def write_environment(run: RunDirectory, mesh: Mesh, dataset_source: str) -> None:
     """Writes ``environment.json``: what, where and on which versions this process runs."""
+    if not run.writes:
+        return
     devices = mesh.devices.flatten().tolist()
     environment: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -156,6 +184,7 @@ def write_environment(run: RunDirectory, mesh: Mesh, dataset_source: str) -> Non
         "backend": jax.default_backend(),
         "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in devices],
         "mesh": partition.describe(mesh),
+        "processes": jax.process_count(),
         "data": dataset_source,
         "git_commit": _git_commit(),
     }

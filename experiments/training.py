@@ -1,7 +1,7 @@
 """What every training experiment shares: command line, set-up, exit codes.
 
 Exit codes: 0 done, or stopped by SIGTERM with a checkpoint; 2 a mistake in flags, files or folders; 3 the loss is no
-number; 130 stopped by Ctrl-C.
+number; 4 another process of the run is lost; 130 stopped by Ctrl-C.
 """
 
 import contextlib
@@ -57,6 +57,8 @@ def main(
 
 class _Mistake(Exception):
     """Something that the user can mend; shown as one line."""
+
+    exit_code = 2
 
 
 @contextlib.contextmanager
@@ -170,21 +172,47 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
 
     import jax
 
-    from cnnjax import datasets, explain, partition, rundir
-    from cnnjax.console import Console
+    from cnnjax import distributed, explain
 
     jax.config.update("jax_enable_x64", config.x64)
-    with _mistakes(ValueError, OSError):
+    with _mistakes(ValueError):
         if config.devices is not None:
             config = dataclasses.replace(config, mesh=explain.pretend(config.mesh, config.devices))
-        path, saved = (Path(), None) if config.explain else rundir.find_run(experiment, config)
+        processes = distributed.start(config.coordinator, config.num_processes, config.process_id, config.mesh)
+    with processes:
+        return _train(experiment, config, fill, default_data, default_shape, processes)
+
+
+def _train(
+    experiment: str,
+    config: TrainConfig,
+    fill: Callable[[str], dict[str, Any]],
+    default_data: str,
+    default_shape: tuple[int, int, int],
+    processes: Any,
+) -> int:
+    """The rest, which the `cnnjax.distributed.Processes` of a run do in step."""
+    from cnnjax import datasets, distributed, explain, partition, rundir
+    from cnnjax.console import Console
+
+    def find_run() -> list[str | None]:
+        path, saved = rundir.find_run(experiment, config)
+        return [str(path), None if saved is None else saved.to_json()]
+
+    with _mistakes(ValueError, OSError):
+        place, options_then = ("", None) if config.explain else processes.from_first(find_run)
+        path, saved = Path(place), options_then and TrainConfig.from_json(options_then, place)
         mesh, mesh_line = partition.make_mesh(config.mesh)
+        processes.check_mesh(mesh)
         layout = partition.Layout(
             mesh, config.microbatches, strict=config.strict_sharding, bn_scope=config.bn_scope,
             stages=partition.parse_stages(config.stages),
         )  # fmt: skip
         partition.check_layout(config.strategy, layout)
-        found = datasets.load(config.data, default=default_data, image_shape=default_shape, quiet=config.quiet)
+        quiet = config.quiet or not processes.first
+        found = processes.first_then_others(
+            lambda: datasets.load(config.data, default=default_data, image_shape=default_shape, quiet=quiet)
+        )
         splits = found.splits
         options = fill(splits.train.name)
         if config.crop_to is not None:
@@ -193,6 +221,9 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
         config = dataclasses.replace(config, **open_options)
         if saved is not None:
             rundir.check_same_run(path, config, saved)
+        own = ("coordinator", "process_id", "run_dir", "quiet")
+        facts = {flag(name): value for name, value in dataclasses.asdict(config).items() if name not in own}
+        processes.same("options and data", facts | {"images": len(splits.train), "data set": splits.train.name})
         recipe, training, validation = assemble(config, splits)
         if config.explain:
             shape = input_shape(config, training.image_shape)
@@ -205,29 +236,32 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
     with _mistakes(UsageError):  # other errors here come from the step itself, and whoever edits it needs the traceback
         steps = compile_steps(recipe, layout, input_shape(config, training.image_shape), config.strategy)
     with _mistakes(ValueError, OSError):
-        run = rundir.open_run(path, config.overwrite)
+        run = processes.first_then_others(lambda: rundir.open_run(path, config.overwrite, writes=processes.first))
         if saved is None:  # at once, so that a run that is killed before its first checkpoint has its options
             rundir.write_config(run, config)
 
     from cnnjax.loop import Fit, NotFinite
 
-    console = Console(config.quiet, run.log)
+    console = Console(config.quiet, run.log) if processes.first else distributed.Silent(True, run.log)
     with contextlib.closing(run):
         for note in found.notes:
             console.warn(note)
         console.say(f"{config.network} on {splits.train.name}: {len(training):,} training images, "
                     f"{len(validation):,} for validation, from {splits.train.source}")  # fmt: skip
-        console.say(mesh_line)
+        console.say(mesh_line + (f", of {processes.count} processes" if processes.count > 1 else ""))
         for note in steps.notes:
             console.say(note)
         console.say(f"run directory {path}")
         if config.resume and saved is None:
             console.warn(f"--resume: there is no run in {path} yet, so it starts from its beginning")
         how = f"resume with: python -m experiments.{experiment} --run-dir {shlex.quote(str(path))} --resume"
+        how += " in every process" if processes.count > 1 else ""
+        processes.hint, processes.last_words = how, run.log
         try:
             with _mistakes(UsageError):
                 try:
-                    result = Fit(steps, layout, training, validation, splits.test, config, run, console).run()
+                    fit = Fit(steps, layout, training, validation, splits.test, config, run, console, processes)
+                    result = fit.run()
                 except OSError as error:
                     raise UsageError(f"--run-dir {path} cannot be written: {error}") from error
         except NotFinite as error:

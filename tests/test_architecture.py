@@ -17,7 +17,7 @@ ROAD = [
     {"augment", "metrics", "console", "ops", "optim"},
     {"model", "partition"},
     {"replicas"},
-    {"step", "checkpoint", "rundir", "feed"},
+    {"step", "checkpoint", "rundir", "feed", "distributed"},
     {"pipeline"},
     {"strategy"},
     {"loop", "explain"},

@@ -304,19 +304,21 @@ def test_fewer_steps_than_are_done(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_other_mesh(reference, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(reference, folder)
-    for step in commands.checkpoints(folder)[1:]:
-        shutil.rmtree(folder / "checkpoints" / str(step))
-    resume(folder, "--mesh", "data=1")
-    assert [row["mesh"] for row in commands.rows(folder)] == ["data=2", "data=2", "data=1"]
-    for one, other in zip(commands.steps(reference), commands.steps(folder), strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
-    here, there = commands.state(folder), commands.state(reference)
+def test_other_mesh(tmp_path):
+    """In float64, where rounding cannot pass for a mistake; in float32 a few steps carry it to the third digit."""
+    flags = (*REFERENCE, "--x64", "--epochs", 1)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, steps in ((whole, 6), (parts, 4)):
+        done = run(*flags, "--steps", steps, "--run-dir", folder)
+        assert (done.returncode, done.stderr) == (0, "")
+    resume(parts, "--mesh", "data=1", "--steps", 6)
+    assert [row["mesh"] for row in commands.rows(parts)] == ["data=1"]
+    for one, other in zip(commands.steps(whole), commands.steps(parts), strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+    here, there = commands.state(parts), commands.state(whole)
     assert here.keys() == there.keys()
     for path in here:
-        np.testing.assert_allclose(here[path], there[path], rtol=1e-3, atol=1e-4, err_msg=path)
+        np.testing.assert_allclose(here[path], there[path], rtol=1e-7, atol=1e-10, err_msg=path)
 
 
 def test_other_data_is_refused_and_the_options_stay(reference, tmp_path, capfd):
@@ -502,3 +504,5 @@ def test_same_run():
         ValueError, match=r"--resume x: --lr is 0\.2 but was 0\.1; --flip is on but was auto; a resumed"
     ):
         check_same_run("x", TrainConfig(lr=0.2, flip="on"), TrainConfig(lr=0.1))
+    with pytest.raises(ValueError, match="--microbatches is 2 but was 1; --bn-scope is local but was global"):
+        check_same_run("x", TrainConfig(microbatches=2, bn_scope="local"), TrainConfig())
