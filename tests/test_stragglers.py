@@ -77,6 +77,7 @@ def test_not_waiting_helps_more_the_more_replicas_there_are():
     assert all(b > a - 1e-9 for a, b in itertools.pairwise(ratios)) and abs(ratios[0] - 1) < 1e-9 and ratios[-1] > 5
 
 
+@pytest.mark.slow
 def test_the_command_writes_tables_and_a_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     folder = tmp_path / "run"
