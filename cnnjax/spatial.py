@@ -108,17 +108,15 @@ def _before_window(
     row = index * rows.block + start + jnp.arange(length)
     inside = (row >= 0) & (row < rows.height)
     x_BHWC = jnp.where(inside[:, None, None], x_BHWC, jnp.asarray(fill, x_BHWC.dtype))
-    # The barrier keeps the gradient of the operation whole. Without it XLA:CPU keeps each of the terms that overlapping
-    # windows add up to, nine arrays for a 3x3 pooling, since the halos take slices of their sum too.
-    return lax.optimization_barrier(x_BHWC), ((0, 0), columns), out
+    return x_BHWC, ((0, 0), columns), out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rows_from(x_BHWC: jax.Array, start: jax.Array, length: int) -> jax.Array:
     """Rows ``start`` to ``start + length``.
 
-    The gradient is a slice of a padded array, which XLA fuses; that of `lax.dynamic_slice` is written into an array of
-    zeros, which XLA keeps from the beginning of the step.
+    The gradient is a slice of a padded array. That of `lax.dynamic_slice` is written into an array of zeros, around
+    which XLA:CPU keeps each of the nine terms of a 3x3 pooling's gradient, and the zeros all through the step.
     """
     return lax.dynamic_slice_in_dim(x_BHWC, start, length, 1)
 
