@@ -389,10 +389,22 @@ def check_layout(strategy: str, layout: Layout) -> None:
         )
 
 
-def over_leading(mapped: Callable, devices: int) -> Callable:
-    """``f(state, batch)`` for a pmapped f: batch arrays get a leading device dimension, and results lose it."""
+def over_leading(f: Callable, devices: Sequence[jax.Device], out_axes: Any) -> Callable:
+    """``f(state, batch)`` pmapped over ``data``: batch arrays get a leading device dimension, and results lose it.
+
+    Args:
+        f: Sees one device's part of the batch.
+        devices: That the batch is split over.
+        out_axes: As for `jax.pmap`, a tree like the result of ``f`` or a prefix: None for what all devices have alike,
+            0 for arrays ``[B, ...]``.
+    """
+    mapped = jax.pmap(f, axis_name="data", in_axes=(None, 0), out_axes=out_axes, devices=devices)
+
+    def merge(axis: int | None, results: Any) -> Any:
+        return results if axis is None else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
     def call(state: Any, batch: Any) -> Any:
-        return mapped(state, jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch))
+        results = mapped(state, jax.tree.map(lambda x: x.reshape(len(devices), -1, *x.shape[1:]), batch))
+        return jax.tree.map(merge, out_axes, results, is_leaf=lambda x: x is None)
 
     return call

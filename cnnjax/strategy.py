@@ -67,10 +67,8 @@ def compile_steps(recipe: Recipe, layout: Layout, input_shape: Shape, strategy: 
         evaluate = spread(evaluate, out_specs=sums | {"predicted": batch})
     elif strategy == "pmap":
         devices = layout.mesh.devices.tolist()
-        mapped = partial(jax.pmap, axis_name="data", in_axes=(None, 0), devices=devices)
-        train = partition.over_leading(mapped(train, out_axes=None), layout.ways)
-        results = dict.fromkeys(sums) | {"predicted": 0}
-        evaluate = partition.over_leading(mapped(evaluate, out_axes=results), layout.ways)
+        train = partition.over_leading(train, devices, out_axes=None)
+        evaluate = partition.over_leading(evaluate, devices, dict.fromkeys(sums) | {"predicted": 0})
     placed = (shardings, layout.batch_sharding)
     return Steps(
         init=jax.jit(init, out_shardings=shardings),

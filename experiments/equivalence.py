@@ -161,12 +161,13 @@ def make_problem(
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a training gave: one loss and one norm of the gradients a step, the state and evaluation sums at the end."""
+    """What a training gave: one loss and one norm of the gradients a step, and an evaluation of the state at the end."""
 
     losses_T: np.ndarray
     norms_T: np.ndarray
     state: TrainState
     evaluation: np.ndarray  # loss, hits and samples
+    predicted_N: np.ndarray
     compile_s: float
     train_s: float
 
@@ -190,14 +191,17 @@ def train(problem: Problem, case: Case) -> Outcome:
         state, metrics = jax.block_until_ready(step(state, batch))
         train_s += time.perf_counter() - start
         results.append(jax.device_get(metrics))
-    evaluation = np.zeros(3)
+    evaluation, predicted = np.zeros(3), []
+    place = layout.rows(problem.batch_size)
     with Feed(problem.evaluated, batches(np.arange(len(problem.evaluated)), problem.batch_size), layout) as feed:
         for batch in feed:
             sums = jax.device_get(steps.evaluate(state, batch))
             evaluation += [sums["loss"], sums["correct"], sums["count"]]
+            predicted.append(sums["predicted"][place >= 0][np.argsort(place[place >= 0])])
     losses_T = np.array([float(one["loss"]) / float(one["count"]) for one in results])
     norms_T = np.array([float(one["grad_norm"]) for one in results])
-    return Outcome(losses_T, norms_T, jax.device_get(state), evaluation, compile_s, train_s)
+    predicted_N = np.concatenate(predicted)[: len(problem.evaluated)]
+    return Outcome(losses_T, norms_T, jax.device_get(state), evaluation, predicted_N, compile_s, train_s)
 
 
 def _batches(problem: Problem, layout: Layout) -> Iterator[dict[str, jax.Array]]:
@@ -226,7 +230,8 @@ def differences(outcome: Outcome, expected: Outcome) -> dict[str, float]:
     ]
     # Hits may be 0.
     sums = np.abs(outcome.evaluation - expected.evaluation) / np.maximum(np.abs(expected.evaluation), 1e-30)
-    return dict(zip(COLUMNS, [*scalars, *trees, float(np.max(sums))], strict=True))
+    others = float(np.mean(outcome.predicted_N != expected.predicted_N))  # images whose predicted class differs
+    return dict(zip(COLUMNS, [*scalars, *trees, max(float(np.max(sums)), others)], strict=True))
 
 
 def tree_difference(tree: Any, expected: Any) -> float:

@@ -242,6 +242,19 @@ def test_a_run_is_not_changed_by_a_refusal(finished, capfd, flags):
     assert commands.snapshot(folder) == before
 
 
+@pytest.mark.parametrize("flags", ["--strategy shard_map --mesh fsdp=4", "--strategy pmap --mesh data=4"])
+def test_whole_run_under_another_strategy(finished, tmp_path, flags):
+    folder, _ = finished
+    done = run(*SMALL, "--epochs", 3, "--log-every", 2, "--seed", 3, *flags.split(), "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    losses, expected = ([line["loss"] for line in commands.steps(path)] for path in (tmp_path / "run", folder))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    predicted, expected = ((path / "predictions.csv").read_text().split() for path in (tmp_path / "run", folder))
+    assert len(predicted) == len(expected)
+    # Images between two classes may fall to either side by rounding.
+    assert sum(one != other for one, other in zip(predicted, expected, strict=True)) <= 3
+
+
 # -- the shape of output ----------------------------------------------------------------------------------------------
 
 

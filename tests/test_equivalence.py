@@ -23,6 +23,7 @@ def outcome(**changes):
         "losses_T": np.array([2.0, 1.0]),
         "norms_T": np.array([1.0, 1.0]),
         "evaluation": np.array([3.0, 0.0, 5.0]),
+        "predicted_N": np.array([0, 1, 0, 1, 2]),
     }
     state |= {"batch_stats": {}, "ema": None, "step": np.array(2)} | changes.pop("state", {})
     return equivalence.Outcome(**values | {"state": _State(**state), "compile_s": 0, "train_s": 0} | changes)
@@ -44,6 +45,7 @@ class _State:
         ({"losses_T": np.array([2.0, np.nan])}, "loss", np.nan),
         ({"norms_T": np.array([1.0, 1.5])}, "grad norm", 0.5),
         ({"evaluation": np.array([3.0, 0.0, 6.0])}, "evaluation", 0.2),
+        ({"predicted_N": np.array([1, 0, 0, 1, 2])}, "evaluation", 0.4),
         ({"state": {"params": {"a": np.array([1.0, 2.2])}}}, "parameters", 0.1),
         ({"state": {"params": {"a": np.array([np.nan, 2.0])}}}, "parameters", np.nan),
         ({"state": {"opt_state": {"count": np.array(4), "m": np.array([1e-12])}}}, "optimiser", np.inf),
