@@ -7,6 +7,7 @@ killed process leaves none that is half there.
 import contextlib
 import logging
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,19 @@ def _failing(what: str, remedy: str) -> Iterator[None]:
         raise UsageError(f"{what} ({reason}); {remedy}") from error
 
 
+def _waiting_for_processes() -> ocp.AsyncOptions:
+    """How the writing threads of several processes wait for each other."""
+    wait = ocp.multihost.get_barrier_sync_fn()
+
+    def barrier(*, key: str, timeout_ms: int) -> None:
+        # Orbax also waits for the others where its own write has failed; they would wait too, for many minutes.
+        if (error := sys.exception()) is not None:
+            raise error
+        wait(key=key, timeout_ms=timeout_ms)
+
+    return ocp.AsyncOptions(timeout_secs=300, barrier_sync_fn=barrier)
+
+
 class Checkpoints:
     """The checkpoints of one run, by step: the newest few and the best.
 
@@ -62,6 +76,7 @@ class Checkpoints:
             best_fn=_rating,  # without it, metrics are not written
             cleanup_tmp_directories=True,
             todelete_subdir=_DISCARDED,
+            async_options=_waiting_for_processes() if jax.process_count() > 1 else None,
         )
         with _failing(f"{self.directory}: a checkpoint in it cannot be read", "delete its folder, likely the newest"):
             self._manager = ocp.CheckpointManager(

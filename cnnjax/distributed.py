@@ -282,7 +282,8 @@ class Processes:
         except Exception:
             self._lost_coordinator()
             return
-        time.sleep(_GRACE_S / 2)  # if this process is about to fail for the same reason, it says so itself
+        # If this process is about to fail for the same reason, it says so itself; the coordinator goes last.
+        time.sleep(_GRACE_S if self.first else _GRACE_S / 2)
         self._end(f"process {failure['process']} failed: {failure['text']}", failure["code"])
 
     def _lost_coordinator(self) -> None:

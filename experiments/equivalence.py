@@ -161,7 +161,7 @@ def make_problem(
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a training gave: one loss and one norm of the gradients a step, and an evaluation of the state at the end."""
+    """What a training gave: a loss and a norm of the gradients a step, and an evaluation of the state at the end."""
 
     losses_T: np.ndarray
     norms_T: np.ndarray
