@@ -1,6 +1,7 @@
 """Several real processes on loopback: the numbers of one, and no hanging when one of them dies."""
 
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -85,6 +86,22 @@ def test_a_killed_process_ends_the_other_and_the_run_resumes_to_the_same_bits(tm
         assert "coordinat" in said
     finish(start_two(*flags, "--resume", folder=folder, logs=tmp_path / "c"), tmp_path / "c")
     assert_same_run(folder, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_process_whose_disk_is_full_ends_both_in_one_line(tmp_path):
+    folder, logs = tmp_path / "run", tmp_path / "logs"
+    children = start_two(*SHORT, "--steps", 4000, "--epochs", 400, "--checkpoint-every", 5, folder=folder, logs=logs)
+    resource.prlimit(children[1].pid, resource.RLIMIT_FSIZE, (1024, 1024))  # no file of process 1 may be longer
+    try:
+        assert children[0].wait(timeout=120) == 2
+        assert children[1].wait(timeout=60) != 0
+    finally:
+        for child in children:
+            child.kill()
+    said = (logs / "0.log").read_text()
+    assert said.startswith("error: process 0 of 2: process 1 failed: ") and said.count("\n") == 1, said
+    assert "a checkpoint cannot be written" in said and "disk full" in said
 
 
 @pytest.mark.slow
