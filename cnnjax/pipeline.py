@@ -11,7 +11,7 @@ The numbers are those of gradient accumulation over the same micro-batches on on
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -191,20 +191,25 @@ def _without(vjp: Any, inputs: tuple) -> Callable:
 
 
 class _Program:
-    """A jitted function that, called with `jax.ShapeDtypeStruct`, compiles itself and gives such structs."""
+    """A jitted function that, called with `jax.ShapeDtypeStruct`, compiles itself and gives such structs.
+
+    Attributes:
+        compiled: What it then runs; None before.
+        results: The structs that it then gives.
+    """
 
     def __init__(self, function: Callable, out_shardings: Any, donate: int | None = None):
         self._jitted = jax.jit(function, out_shardings=out_shardings, donate_argnums=() if donate is None else donate)
-        self._compiled: Any = None
+        self.compiled: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
         if not _is_abstract(arguments):
-            return (self._compiled or self._jitted)(*arguments)
-        if self._compiled is None:
+            return (self.compiled or self._jitted)(*arguments)
+        if self.compiled is None:
             lowered = self._jitted.lower(*arguments)
-            self._compiled = lowered.compile()
-            self._results = _abstract(lowered.out_info, self._compiled.output_shardings)
-        return self._results
+            self.compiled = lowered.compile()
+            self.results = _abstract(lowered.out_info, self.compiled.output_shardings)
+        return self.results
 
 
 def _is_abstract(tree: Any) -> bool:
@@ -287,6 +292,10 @@ class Pipeline:
         self._run_finish = _Program(self._finish, self.stages[0].layout.replicated, donate=0)
         self.train = _Schedule(self._train, layout.batch_sharding)
         self.evaluate = _Schedule(self._evaluate, layout.batch_sharding)
+
+    def part(self, state: TrainState, number: int) -> TrainState:
+        """What a stage holds of a state; what belongs to no layer counts with the first."""
+        return self._select(state, number, lambda leaf: None if number else leaf)
 
     def init(self) -> TrainState:
         """The state before step 0; each stage computes only its own."""
@@ -414,7 +423,7 @@ class _Schedule:
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         return self._run(state, batch)
 
-    def lower(self, state: TrainState, batch: Batch) -> "_Schedule":
+    def lower(self, state: TrainState, batch: Mapping[str, Any]) -> "_Schedule":
         """Compiles every program ahead, for a state and a batch of these shapes; from then on it takes no others."""
         self._run(
             _abstract(state, jax.tree.map(lambda x: x.sharding, state)),

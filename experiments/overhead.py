@@ -1,4 +1,4 @@
-"""What the training loop costs over a bare Flax loop: both in one run, in turns, medians.
+"""What the training loop costs over a bare Flax loop, and shard_map over jit: all in one run, in turns, medians.
 
     python -m experiments.overhead [--network cifar10_slim] [--batch-size 128] [--rounds 15] [--steps 20]
 
@@ -33,7 +33,7 @@ from cnnjax.strategy import compile_steps
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Compares images a second of the package's loop and of a bare Flax loop, on one device."""
+    """Compares images a second of the package's loop with a bare Flax loop, and of its strategies with each other."""
 
     network: str = "cifar10_slim"
     """A sequential network: the bare loop knows no residual blocks."""
@@ -105,15 +105,17 @@ def bare_loop(network: networks.Network, images: np.ndarray, labels: np.ndarray)
     return run
 
 
-def package_loop(network: networks.Network, dataset: Dataset, batch_size: int) -> Callable[[int], float]:
+def package_loop(
+    network: networks.Network, dataset: Dataset, batch_size: int, mesh: str, strategy: str
+) -> Callable[[int], float]:
     """Returns ``run(steps) -> seconds`` of the package's loop, with the default experiment's augmentation."""
     config = OptimizerConfig("nesterov", 0.05)
     recipe = Recipe(
         network, make_optimizer(config, 1000), make_schedule(config, 1000), augmentation=Augmentation(True, 4),
         scaling="unit",
     )  # fmt: skip
-    layout = partition.Layout(partition.make_mesh("data=1")[0])
-    steps = compile_steps(recipe, layout, dataset.image_shape)
+    layout = partition.Layout(partition.make_mesh(mesh)[0])
+    steps = compile_steps(recipe, layout, dataset.image_shape, strategy)
     state = [steps.init()]
 
     def for_ever() -> Iterator:
@@ -139,6 +141,7 @@ def main(options: Options) -> None:
     """Measures and prints."""
     network = networks.build_cnn(options.network, 10)
     shape = networks.default_input_shape(options.network)
+    partition.request_cpu_devices(2)
     rng = np.random.default_rng(0)
     count = 40 * options.batch_size
     dataset = Dataset(
@@ -146,9 +149,10 @@ def main(options: Options) -> None:
         tuple(map(str, range(10))), "memory",
     )  # fmt: skip
     size = options.batch_size
-    loops = {
-        "bare Flax": bare_loop(network, dataset.images_NHWC[:size], dataset.labels_N[:size]),
-        "cnnjax": package_loop(network, dataset, size),
+    bare = "bare Flax loop"
+    loops = {bare: bare_loop(network, dataset.images_NHWC[:size], dataset.labels_N[:size])} | {
+        f"{strategy} {mesh}": package_loop(network, dataset, size, mesh, strategy)
+        for strategy, mesh in (("jit", "data=1"), ("jit", "data=2"), ("shard_map", "data=2"))
     }
     for loop in loops.values():
         loop(3)
@@ -156,12 +160,13 @@ def main(options: Options) -> None:
     for turn in range(options.rounds):
         for name, loop in list(loops.items())[:: 1 if turn % 2 else -1]:
             rates[name].append(size * options.steps / loop(options.steps))
-    print(f"{options.network}, batch {size}, jax {jax.__version__}, {jax.devices()[0].device_kind}, one device")
+    print(f"{options.network}, batch {size}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
     for name, values in rates.items():
         low, middle, high = statistics.quantiles(values, n=4)
-        print(f"{name:<10} {middle:8.0f} images/s (quartiles {low:.0f} to {high:.0f}, {len(values)} turns)")
-    ratios = [b / a for a, b in zip(rates["bare Flax"], rates["cnnjax"], strict=True)]
-    print(f"ratio cnnjax / bare Flax: {statistics.median(ratios):.3f}")
+        print(f"{name:<16} {middle:8.0f} images/s (quartiles {low:.0f} to {high:.0f}, {len(values)} turns)")
+    for name, base in (("jit data=1", bare), ("shard_map data=2", "jit data=2")):
+        ratios = [b / a for a, b in zip(rates[base], rates[name], strict=True)]
+        print(f"ratio {name} / {base}: {statistics.median(ratios):.3f}")
 
 
 if __name__ == "__main__":

@@ -227,8 +227,14 @@ def _train(
         recipe, training, validation = assemble(config, splits)
         if config.explain:
             shape = input_shape(config, training.image_shape)
-            cost = explain.explain(recipe, layout, shape, config.batch_size, config.strategy, training.image_shape)
-            print(*(f"note: {note}" for note in (*found.notes, mesh_line)), explain.report(cost), sep="\n")
+            if "pipe" in layout.mesh.shape:
+                costs = explain.explain_stages(recipe, layout, shape, config.batch_size, training.image_shape)
+                text = explain.stages_report(costs)
+            else:
+                text = explain.report(
+                    explain.explain(recipe, layout, shape, config.batch_size, config.strategy, training.image_shape)
+                )
+            print(*(f"note: {note}" for note in (*found.notes, mesh_line)), text, sep="\n")
             return 0
 
     from cnnjax.strategy import compile_steps

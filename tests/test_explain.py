@@ -1,6 +1,7 @@
 """No layout is a fiction: what the compiler made of each, read from the compiled step."""
 
 import functools
+import gc
 import math
 
 import jax
@@ -8,11 +9,11 @@ import numpy as np
 import pytest
 from commands import SMALL, call, run
 
-from cnnjax import explain, networks, partition
+from cnnjax import explain, networks, partition, pipeline
 from cnnjax.augment import Augmentation
 from cnnjax.datasets.digits import load_digits
 from cnnjax.datasets.order import batches
-from cnnjax.explain import Collective, Explanation, Machine, Parameter, collectives, device_groups
+from cnnjax.explain import Collective, Explanation, Machine, Parameter, collectives, device_groups, hlo
 from cnnjax.feed import gather
 from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
 from cnnjax.partition import Layout
@@ -141,6 +142,79 @@ def test_each_axis_has_its_own_traffic():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Stages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def stage_costs(mesh: str, microbatches: int, batch_size: int = 64):
+    recipe, layout, shape = setting(SLIM, mesh, microbatches)
+    return explain.explain_stages(recipe, layout, shape, batch_size)
+
+
+def test_each_stage_of_pipe_holds_only_its_own():
+    stages = stage_costs("pipe=2", 4)
+    names = [{parameter.name for parameter in stage.parameters} for stage in stages]
+    assert not names[0] & names[1]
+    assert names[0] | names[1] == {parameter.name for parameter in cost("data=1").parameters}
+    assert sum(stage.parameter_bytes for stage in stages) == 4 * SLIM_PARAMETERS
+    assert max(stage.flops for stage in stages) <= 0.7 * cost("data=1", batch_size=64).flops
+    assert sum(stage.network_flops for stage in stages) == cost("data=1", batch_size=64).network_flops
+    for stage in stages:
+        assert stage.flops == pytest.approx(stage.network_flops, rel=0.1)
+
+
+def test_stages_send_activations_one_way_and_gradients_the_other():
+    first, second = stage_costs("pipe=2", 4)
+    (forth,), (back,) = first.collectives, second.collectives
+    assert (forth.axes, forth.times, forth.source) == (("pipe",), 4, "activations to stage 1")
+    assert (back.axes, back.times, back.source) == (("pipe",), 4, "gradients to stage 0")
+    assert forth.payload == back.payload == 4 * math.prod(forth.shapes[0])
+    assert forth.shapes[0][0] == 64 // 4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"), [("pipe=2", 4), pytest.param("pipe=3,data=2", 2, marks=pytest.mark.slow)]
+)
+def test_the_memory_of_a_stage_is_what_lives_on_its_device_when_the_backward_pass_begins(mesh, microbatches):
+    recipe, layout, shape = setting(SLIM, mesh, microbatches)
+    pipe, digits = pipeline.Pipeline(recipe, layout, shape), load_digits(shape).train
+    state, live = pipe.init(), {}
+    batch = gather(digits, next(iter(batches(np.arange(len(digits)), 64))), layout)
+
+    def bytes_on(device):
+        parts = [part.data for array in jax.live_arrays() for part in array.addressable_shards if part.device == device]
+        return sum({part.unsafe_buffer_pointer(): part.nbytes for part in parts}.values())  # views share their memory
+
+    for number, stage in enumerate(pipe.stages):
+
+        def watched(*arguments, number=number, stage=stage, backward=stage.run_backward):
+            if number not in live:
+                jax.block_until_ready(arguments)
+                gc.collect()
+                live[number] = bytes_on(stage.layout.mesh.devices.flat[0])
+            return backward(*arguments)
+
+        stage.run_backward = watched
+    gc.collect()
+    before = [bytes_on(stage.layout.mesh.devices.flat[0]) for stage in pipe.stages]
+    own = [
+        stage.state + (stage.batch if not number else 0) for number, stage in enumerate(stage_costs(mesh, microbatches))
+    ]
+    pipe.train(state, batch)
+    for number, found in enumerate(stage_costs(mesh, microbatches)):
+        others = before[number] - own[number]  # arrays of other tests
+        assert found.total - found.scratch == pytest.approx(live[number] - others, rel=0.1)
+
+
+def test_the_report_of_stages():
+    text = explain.stages_report(stage_costs("pipe=2", 4))
+    assert "Stage 0: layers 0 to" in text and "Stage 1: layers" in text
+    assert "4 micro-batches through 2 stages take 5 turns of the slowest stage" in text
+    assert "it is idle for 20% of them" in text and "--microbatches" not in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Reading HLO
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -228,7 +302,7 @@ def test_unknown_groups_are_an_error_rather_than_nothing():
 )
 def test_every_form_of_replica_groups_is_read(text, expected):
     line = f"%a = f32[] all-reduce(%x), replica_groups={text}, use_global_device_ids=true"
-    assert device_groups(explain._attribute(explain._GROUPS, line), 4) == expected
+    assert device_groups(hlo._attribute(hlo._GROUPS, line), 4) == expected
 
 
 def test_collectives_in_loops_and_branches_count_as_often_as_they_run():
@@ -333,12 +407,6 @@ def test_the_explained_batch_is_the_one_that_is_fed():
     assert {k: (v.shape, v.dtype) for k, v in fed.items()} == {k: (v.shape, v.dtype) for k, v in abstract.items()}
 
 
-def test_pipe_is_refused():
-    recipe, layout, shape = setting(SLIM, "pipe=2")
-    with pytest.raises(ValueError, match="--explain with --mesh pipe=2: allowed: meshes without pipe"):
-        explain.explain(recipe, layout, shape, 8)
-
-
 def test_the_command_explains_and_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = len(jax.live_arrays())
@@ -362,6 +430,13 @@ def test_a_wrong_number_of_devices_is_one_line(flags, message, capsys):
     assert call(*SMALL, *flags.split()) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
+
+
+def test_the_command_explains_stages(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert call(*SMALL, "--mesh", "pipe=2", "--microbatches", "2", "--explain") == 0
+    assert "--explain: mesh pipe=2 (2 devices), batch of 512 images in 2 micro-batches." in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_mesh_of_512_devices_is_explained_on_any_machine(tmp_path):
