@@ -10,7 +10,19 @@ import time
 
 import numpy as np
 import pytest
-from commands import SMALL, arguments, assert_same_run, call, environment, run, start, steps, steps_logged, wait_until
+from commands import (
+    ROOT,
+    SMALL,
+    arguments,
+    assert_same_run,
+    call,
+    environment,
+    run,
+    start,
+    steps,
+    steps_logged,
+    wait_until,
+)
 
 from cnnjax.distributed import detected
 
@@ -138,6 +150,21 @@ def test_open_mpi_starts_the_processes(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert run(*flags, "--run-dir", tmp_path / "one").returncode == 0
     assert_same_losses(tmp_path / "two", tmp_path / "one")
+
+
+def test_the_sbatch_file_starts_and_resumes(tmp_path):
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/sh\necho "$@"\n')
+    srun.chmod(0o755)
+    known = {"PATH": f"{srun.parent}:{os.environ['PATH']}", "SLURM_JOB_NAME": "mine"}
+    command = ["bash", ROOT / "experiments" / "cluster.sbatch", "--epochs", "3"]
+    expected = "python -m experiments.cifar10 --mesh data=-1 --run-dir runs/mine"
+    for more in ("", " --resume"):
+        done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True, timeout=60)
+        assert (done.stdout, done.stderr) == (f"{expected}{more} --epochs 3\n", "")
+        (tmp_path / "runs" / "mine").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / "mine" / "config.json").write_text("{}")
 
 
 @pytest.mark.parametrize(

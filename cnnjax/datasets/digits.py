@@ -7,6 +7,7 @@ import numpy as np
 from cnnjax.datasets.base import Dataset, Splits
 from cnnjax.datasets.csv import read_labelled
 from cnnjax.datasets.files import DATA
+from cnnjax.datasets.resize import resize
 
 _MAX_VALUE = 16
 
@@ -38,29 +39,3 @@ def _load(path: Path, image_shape: tuple[int, int, int]) -> Dataset:
     grey_NHW = resize(digits.images_NHWC[..., 0] * np.float32(255 / _MAX_VALUE), height, width)
     grey_NHWC = np.rint(grey_NHW).astype(np.uint8)[..., np.newaxis]
     return Dataset("digits", np.repeat(grey_NHWC, channels, axis=-1), digits.labels_N, digits.class_names, str(path))
-
-
-def resize(images_NHW: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Bilinear resize with half-pixel centres; shrinking averages, as ``jax.image.resize`` and Pillow do.
-
-    Args:
-        images_NHW: Grey images.
-        height: New height.
-        width: New width.
-
-    Returns:
-        float32 ``[N, height, width]``.
-    """
-    rows = _weights(images_NHW.shape[1], height)
-    columns = _weights(images_NHW.shape[2], width)
-    return rows @ images_NHW.astype(np.float32) @ columns.T
-
-
-def _weights(old: int, new: int) -> np.ndarray:
-    """How much each of ``old`` pixels counts for each of ``new`` ones, ``[new, old]``."""
-    scale = old / new
-    centres = (np.arange(new) + 0.5) * scale - 0.5
-    distances = np.abs(centres[:, np.newaxis] - np.arange(old)) / max(scale, 1)
-    weights = np.maximum(0, 1 - distances)
-    # At the edge the triangle reaches outside the image; what is left there counts in full.
-    return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)

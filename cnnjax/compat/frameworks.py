@@ -1,0 +1,121 @@
+"""The frameworks by name: which runner, which interpreter, what must be installed."""
+
+import dataclasses
+import difflib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from cnnjax.compat import legacy
+
+RUNNERS = Path(__file__).parent / "runners"
+_TWO_REPLICAS = {"mesh": "data=2", "strategy": "shard_map", "bn_scope": "local"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Framework:
+    """One way to train the network.
+
+    Attributes:
+        name: As ``--frameworks`` takes it and results show it.
+        about: One line.
+        runner: File in ``runners/``.
+        options: What the runner is told.
+        modules: What must be importable.
+        install: Command that installs them.
+        old: Whether it needs the old interpreter of `cnnjax.compat.legacy`.
+        reference: Options of the runner of cnnjax that give the same numbers.
+        exact: Whether it computes the same steps as cnnjax; asynchronous updates do not.
+    """
+
+    name: str
+    about: str
+    runner: str
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    install: str = "pip install 'cnnjax[compat]'"
+    old: bool = False
+    reference: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    exact: bool = True
+
+    @property
+    def interpreter(self) -> Path | None:
+        """The Python that runs it; None where there is none."""
+        return legacy.interpreter() if self.old else Path(sys.executable)
+
+    @property
+    def missing(self) -> str | None:
+        """What is not installed, with the command that installs it; None where nothing is missing."""
+        if self.old:
+            return None if self.interpreter else f"its Python 3.7 environment; {legacy.install_command()}"
+        lacking = [module for module in self.modules if importlib.util.find_spec(module) is None]
+        return f"{', '.join(lacking)}; {self.install}" if lacking else None
+
+
+def _keras(backend: str, module: str, install: str = "pip install 'cnnjax[compat]'") -> Framework:
+    name = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}[backend]
+    return Framework(
+        f"keras_{backend}", f"Keras 3 on {name}", "run_keras.py", {"backend": backend}, ("keras", module), install
+    )
+
+
+def _old(name: str, about: str, runner: str, options: Mapping[str, str]) -> Framework:
+    return Framework(name, f"{about}, on Python 3.7", runner, options, old=True)
+
+
+_TORCH = "pip install torch"
+
+FRAMEWORKS: dict[str, Framework] = {
+    framework.name: framework
+    for framework in (
+        Framework("jax", "cnnjax itself, under --mesh and --strategy", "run_jax.py"),
+        _keras("tensorflow", "tensorflow"),
+        _keras("jax", "jax"),
+        _keras("torch", "torch", "pip install keras torch"),
+        Framework("tensorflow", "TensorFlow 2, tf.function", "run_tensorflow.py", {}, ("tensorflow",)),
+        Framework(
+            "tensorflow_mirrored", "TensorFlow 2, MirroredStrategy over 2 virtual CPU devices", "run_tensorflow.py",
+            {"replicas": "2"}, ("tensorflow",), reference=_TWO_REPLICAS,
+        ),
+        Framework(
+            "tensorflow_ps", "TensorFlow 1 cluster on TensorFlow 2: a parameter server and 2 workers, synchronous",
+            "run_tensorflow_ps.py", {"mode": "sync"}, ("tensorflow",), reference=_TWO_REPLICAS,
+        ),
+        Framework(
+            "tensorflow_ps_async", "the same cluster, each worker updating when it is ready", "run_tensorflow_ps.py",
+            {"mode": "async"}, ("tensorflow",), reference=_TWO_REPLICAS, exact=False,
+        ),
+        Framework("torch", "PyTorch, channels last", "run_torch.py", {}, ("torch",), _TORCH),
+        Framework("torch_compiled", "the same through torch.compile", "run_torch.py", {"compile": "1"}, ("torch",),
+                  _TORCH),
+        Framework("torch_ddp", "PyTorch DistributedDataParallel, 2 processes over gloo", "run_torch.py",
+                  {"replicas": "2"}, ("torch",), _TORCH, reference=_TWO_REPLICAS),
+        Framework("caffe", "trained by cnnjax, written for Caffe, read back by OpenCV", "run_caffe.py", {}, ("cv2",),
+                  "pip install 'opencv-python-headless<5'"),
+        _old("keras_theano", "Keras 2.3 on Theano 1.0", "run_keras2.py", {"backend": "theano"}),
+        _old("keras_tensorflow1", "Keras 2.3 on TensorFlow 1.15", "run_keras2.py", {"backend": "tensorflow"}),
+        _old("tensorflow1", "TensorFlow 1.15, graph and session", "run_tensorflow1.py", {}),
+        _old("lasagne", "Lasagne 0.1 on Theano 1.0", "run_lasagne.py", {}),
+    )
+}  # fmt: skip
+
+
+def parse(text: str) -> list[Framework]:
+    """Reads ``--frameworks``: names with commas between, or ``all``.
+
+    Raises:
+        ValueError: Names the part that is no framework, and the nearest that is.
+    """
+    if text == "all":
+        return list(FRAMEWORKS.values())
+    chosen = []
+    for name in dict.fromkeys(filter(None, map(str.strip, text.split(",")))):
+        if name not in FRAMEWORKS:
+            near = difflib.get_close_matches(name, FRAMEWORKS, 1)
+            hint = f"nearest: {near[0]}; " if near else ""
+            raise ValueError(f"--frameworks: {name!r} is unknown; {hint}allowed: all, {', '.join(FRAMEWORKS)}")
+        chosen.append(FRAMEWORKS[name])
+    if not chosen:
+        raise ValueError(f"--frameworks is {text!r}; allowed: all, or names of {', '.join(FRAMEWORKS)}")
+    return chosen

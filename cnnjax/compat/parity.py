@@ -1,0 +1,104 @@
+"""How far a framework's first steps are from those of cnnjax on the same job."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from cnnjax.compat.orchestrate import Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """What still counts as the same; see `compare` for what each number measures."""
+
+    first_loss: float
+    first_update: float
+    losses: float
+    statistics: float
+    predictions: float
+
+
+TOLERANCES = {
+    # Rounding in float32 grows from step to step, and an image between two classes may fall to either side.
+    "float32": Tolerance(1e-5, 1e-4, 1e-3, 1e-3, 0.02),
+    "float64": Tolerance(1e-9, 1e-9, 1e-9, 1e-9, 0.0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences:
+    """Largest relative differences; NaN where something is no number or is lacking.
+
+    Attributes:
+        first_loss: Of the first step's loss.
+        first_update: Of what the first step added to each array, relative to the largest value of that array's update:
+            the gradient as the update rule passes it on. Adam's first step is ``rate * sign(gradient)`` wherever the
+            gradient is not tiny, so that rounding turns single values over; there it is the share of all values whose
+            step differs by more than a hundredth of the rate.
+        losses: Of any step's loss.
+        statistics: Of batch norm's moving statistics after the last step, relative to the largest of each array.
+        predictions: Share of test images whose predicted class differs.
+    """
+
+    first_loss: float
+    first_update: float
+    losses: float
+    statistics: float
+    predictions: float
+
+    def beyond(self, tolerance: Tolerance) -> list[str]:
+        """Names of the differences that are too large."""
+        limits = dataclasses.asdict(tolerance)
+        # Written so that NaN is too large.
+        return [name for name, value in dataclasses.asdict(self).items() if not value <= limits[name]]
+
+
+def compare(
+    result: Result, reference: Result, initial: Mapping[str, np.ndarray], optimizer: str, rate: float
+) -> Differences:
+    """Compares two results of one job.
+
+    Args:
+        result: Of the framework.
+        reference: Of cnnjax.
+        initial: Weights before the first step.
+        optimizer: Name of the update rule.
+        rate: Learning rate of the first step.
+    """
+    losses_T, expected_T = (one.steps()["loss"].to_numpy(float) for one in (result, reference))
+    relative_T = np.abs(losses_T - expected_T) / np.abs(expected_T)
+    first, expected_first = (one.arrays("first_weights") for one in (result, reference))
+    final, expected_final = (one.arrays("final_weights") for one in (result, reference))
+    for ours, theirs in ((first, expected_first), (final, expected_final)):
+        shapes, expected_shapes = ({name: a.shape for name, a in arrays.items()} for arrays in (ours, theirs))
+        if wrong := {name for name, _ in shapes.items() ^ expected_shapes.items()}:
+            raise ValueError(f"{result.name}: arrays {', '.join(sorted(wrong))} are missing or of another shape")
+    trained = [name for name in first if not is_statistic(name)]
+    updates = [(first[name] - initial[name], expected_first[name] - initial[name]) for name in trained]
+    if optimizer == "adam":
+        beyond = sum(int((np.abs(update - expected) > 0.01 * rate).sum()) for update, expected in updates)
+        first_update = beyond / sum(expected.size for _, expected in updates)
+    else:
+        first_update = _largest(updates)
+    statistics = [(final[name], expected_final[name]) for name in final if is_statistic(name)]
+    differ = float(np.mean(result.predictions() != reference.predictions()))
+    return Differences(
+        float(relative_T[0]),
+        first_update,
+        float(np.max(relative_T)),
+        _largest(statistics) if statistics else 0.0,
+        differ,
+    )
+
+
+def is_statistic(name: str) -> bool:
+    """Whether an array is a moving statistic of batch norm."""
+    return name.rsplit("/", 1)[-1] in ("mean", "var")
+
+
+def _largest(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Largest difference of any array, relative to the largest value of that array."""
+    # An array whose exact value is zero, such as the update of a bias that batch norm takes out again, is all rounding.
+    floor = 1e-6 * max(float(np.max(np.abs(expected))) for _, expected in pairs)
+    return float(np.max([np.max(np.abs(x - y)) / max(float(np.max(np.abs(y))), floor, 1e-30) for x, y in pairs]))

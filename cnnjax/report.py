@@ -1,0 +1,218 @@
+"""From the files of results to tables, plots and one HTML page. Knows files alone, and imports no JAX."""
+
+import base64
+import dataclasses
+import html
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+# Old and new names of Keras's CSVLogger.
+_CURVES = {"acc": "accuracy", "val_acc": "val_accuracy"}
+_CURVE_NAMES = ("loss", "accuracy", "val_loss", "val_accuracy")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results that are there already
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Curves:
+    """Losses and accuracies by epoch: columns ``epoch``, from 1, and those of `_CURVE_NAMES` that are there."""
+
+    name: str
+    table: pd.DataFrame
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """Predicted classes by image number, as text."""
+
+    name: str
+    labels: pd.Series
+
+
+def read_results(path: Path) -> Curves | Predictions:
+    """Reads curves (``metrics.csv``, Keras's CSVLogger of any version) or predictions (``ImageId,Label``).
+
+    Raises:
+        ValueError: If the file is neither; names what it has and what is expected.
+    """
+    try:
+        table = pd.read_csv(path, skipinitialspace=True)
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        raise ValueError(f"--csv {path}: it cannot be read as CSV: {' '.join(str(error).split())}") from None
+    table = table.rename(columns=_CURVES)
+    columns = {str(name).strip().lower(): name for name in table.columns}
+    if {"imageid", "label"} <= columns.keys():
+        given = table.set_index(columns["imageid"])[columns["label"]]
+        labels = given.astype(str).str.removesuffix(".0")  # a column with a gap somewhere is read as 3.0, not 3
+        if not len(labels) or labels.index.duplicated().any() or given.isna().any():
+            raise ValueError(f"--csv {path}: ImageId and Label must be there once for every image")
+        return Predictions(path.stem, labels)
+    found = [name for name in _CURVE_NAMES if name in table.columns]
+    if not found or not len(table):
+        raise ValueError(
+            f"--csv {path}: {len(table)} rows of {', '.join(map(str, table.columns))}; expected ImageId and Label, or "
+            f"some of {', '.join((*_CURVE_NAMES, *_CURVES))}"
+        )
+    for name in found:
+        table[name] = pd.to_numeric(table[name], errors="coerce")
+    epochs = pd.to_numeric(table["epoch"], errors="coerce") if "epoch" in table.columns else pd.Series(table.index)
+    epochs = epochs - epochs.min() + 1  # CSVLogger counts from 0, metrics.csv from 1
+    return Curves(path.stem, pd.concat([epochs.rename("epoch"), table[found]], axis=1))
+
+
+def read_truth(path: Path) -> pd.Series:
+    """True labels by image number from 1: ``ImageId,Label``, or the first column named label, class or target.
+
+    Raises:
+        ValueError: If there is no such column.
+    """
+    table = pd.read_csv(path)
+    columns = {str(name).strip().lower(): name for name in table.columns}
+    name = next((columns[name] for name in ("label", "labels", "class", "target", "y") if name in columns), None)
+    if name is None:
+        raise ValueError(
+            f"--truth {path}: its columns are {', '.join(map(str, table.columns[:8]))}; expected one named label"
+        )
+    index = table[columns["imageid"]] if "imageid" in columns else np.arange(1, len(table) + 1)
+    return pd.Series(table[name].astype(str).str.removesuffix(".0").to_numpy(), index=index)
+
+
+def agreement(predictions: Mapping[str, pd.Series], truth: pd.Series | None = None) -> pd.DataFrame:
+    """Share of images on which any two agree; with the truth, a column ``accuracy``. Only images that both have count.
+
+    Raises:
+        ValueError: If two have no image in common.
+    """
+
+    def share(one: pd.Series, other: pd.Series, names: tuple[str, str]) -> float:
+        both = one.index.intersection(other.index)
+        if not len(both):
+            raise ValueError(f"{names[0]} and {names[1]} have no image in common")
+        return float((one.loc[both] == other.loc[both]).mean())
+
+    rows = {
+        name: {other: share(labels, predictions[other], (name, other)) for other in predictions}
+        | ({} if truth is None else {"accuracy": share(labels, truth, (name, "the truth"))})
+        for name, labels in predictions.items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def curve_summary(curves: Sequence[Curves]) -> pd.DataFrame:
+    """One row a file: epochs, last and best values."""
+    rows = {}
+    for one in curves:
+        row: dict[str, float] = {"epochs": len(one.table)}
+        for name in _CURVE_NAMES:
+            if name in one.table:
+                row[name] = one.table[name].iloc[-1]
+        for name in ("val_accuracy", "accuracy"):
+            if name in one.table:
+                best = one.table[name].max()
+                row[f"best_{name}"] = best
+                break
+        rows[one.name] = row
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plots
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def lines_plot(
+    lines: Mapping[str, tuple[np.ndarray, np.ndarray]], x_label: str, y_label: str, log: bool = False
+) -> Figure:
+    """One line a name. On a log axis zeros are not shown."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, (x, y) in lines.items():
+        y = np.asarray(y, float)
+        axes.plot(
+            x, np.where(y > 0, y, np.nan) if log else y, label=name, linewidth=1.2, marker="." if len(x) < 30 else ""
+        )
+    axes.set(xlabel=x_label, ylabel=y_label)
+    if log and any((np.asarray(y, float) > 0).any() for _, y in lines.values()):
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    if lines:
+        axes.legend(fontsize="small", ncols=2)
+    return figure
+
+
+def bars_plot(values: Mapping[str, float], label: str) -> Figure:
+    """One horizontal bar a name, with its number."""
+    figure = Figure(figsize=(8, 0.6 + 0.35 * max(len(values), 2)), layout="constrained")
+    axes = figure.subplots()
+    names = list(values)[::-1]
+    axes.bar_label(axes.barh(names, [values[name] for name in names]), fmt="%.0f", padding=3)
+    axes.set_xlabel(label)
+    axes.margins(x=0.12)
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text and page
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def text_table(table: pd.DataFrame) -> str:
+    """Columns for a terminal."""
+    return table.to_string(float_format=lambda value: f"{value:.4g}", na_rep="-")
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of a page.
+
+    Attributes:
+        title: Heading.
+        text: A sentence or more, plain text.
+        table: Shown below it, if any.
+        figure: Likewise.
+    """
+
+    title: str
+    text: str = ""
+    table: pd.DataFrame | None = None
+    figure: Figure | None = None
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap }
+th:first-child, td.text { text-align: left } img { max-width: 100% } pre { white-space: pre-wrap }
+"""
+
+
+def page(title: str, sections: Sequence[Section]) -> str:
+    """One HTML page that needs no other file."""
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>",
+    ]
+    for section in sections:
+        parts.append(f"<h2>{html.escape(section.title)}</h2>")
+        if section.text:
+            parts.append(f"<pre>{html.escape(section.text)}</pre>")
+        if section.table is not None:
+            parts.append(section.table.to_html(float_format=lambda value: f"{value:.4g}", na_rep="", border=0))
+        if section.figure is not None:
+            code = base64.b64encode(png(section.figure)).decode()
+            parts.append(f'<img alt="{html.escape(section.title)}" src="data:image/png;base64,{code}">')
+    return "\n".join([*parts, "</body></html>", ""])
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a file."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
+    return out.getvalue()
