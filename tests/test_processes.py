@@ -126,6 +126,27 @@ def test_a_checkpoint_of_two_processes_continues_in_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_four_devices_continues_on_any_layout(tmp_path):
+    """With batch norm, dropout, flips and momentum: the curve is that of a run that was never interrupted."""
+    flags = ("--data", "digits", "--batch-size", 50, "--log-every", 1, "--quiet", "--x64", "--flip", "on")
+    flags += ("--schedule", "constant", "--validation-split", 0.9)
+    whole = tmp_path / "whole"
+    assert run(*flags, "--mesh", "data=4", "--steps", 6, "--run-dir", whole).returncode == 0
+    assert run(*flags, "--mesh", "data=4", "--steps", 3, "--run-dir", tmp_path / "half").returncode == 0
+    for mesh in ("data=2,model=2", "data=1", "two processes"):
+        folder = tmp_path / mesh
+        shutil.copytree(tmp_path / "half", folder)
+        if mesh == "two processes":
+            finish(start_two("--steps", 6, "--resume", "--mesh", "data=4", folder=folder, logs=tmp_path / "logs"),
+                   tmp_path / "logs")  # fmt: skip
+        else:
+            done = run("--run-dir", folder, "--resume", "--steps", 6, "--mesh", mesh)
+            assert done.returncode == 0, done.stderr
+        assert [line["step"] for line in steps(folder)] == [1, 2, 3, 4, 5, 6]
+        assert_same_losses(folder, whole)
+
+
+@pytest.mark.slow
 def test_sigterm_to_one_process_stops_both_with_a_checkpoint(tmp_path):
     folder, logs = tmp_path / "run", tmp_path / "logs"
     children = start_two(*SHORT, "--steps", 4000, "--epochs", 400, folder=folder, logs=logs)
