@@ -1,3 +1,5 @@
+import re
+
 import hypothesis
 import hypothesis.extra.numpy as npst
 import hypothesis.strategies as st
@@ -70,6 +72,40 @@ def test_convolution_agrees_with_loops(padding, strides, x64):
     x, w = rng.normal(size=(2, 7, 8, 3)), rng.normal(size=(3, 2, 3, 4))
     y = ops.conv2d(jnp.asarray(x), jnp.asarray(w), strides, padding)
     np.testing.assert_allclose(y, reference.convolution(x, w, strides, padding), rtol=1e-12, atol=1e-12)
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=25, deadline=None)
+def test_gradients_of_convolution_agree_with_loops(data):
+    """A convolution is linear in images and in kernels: its gradients along any direction are convolutions again."""
+    size, window, strides = data.draw(SIZES), data.draw(WINDOWS), data.draw(STRIDES)
+    widths = st.tuples(st.integers(0, 3), st.integers(0, 3))
+    padding = data.draw(st.one_of(st.sampled_from(["VALID", "SAME"]), st.tuples(widths, widths)))
+    hypothesis.assume(padding != "VALID" or fits(size, window, padding))
+    hypothesis.assume(all(n >= k for n, k in zip(size, window, strict=True)) or padding == "SAME")
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    x, dx = rng.normal(size=(2, 2, *size, 3))
+    w, dw = rng.normal(size=(2, *window, 3, 4))
+    with jax.enable_x64(True):
+        y, vjp = jax.vjp(jax.jit(lambda x, w: ops.conv2d(x, w, strides, padding)), x, w)
+        g = rng.normal(size=y.shape)
+        gx, gw = map(np.asarray, vjp(jnp.asarray(g)))
+    assert gx.shape == x.shape and gw.shape == w.shape
+    np.testing.assert_allclose((gx * dx).sum(), (g * reference.convolution(dx, w, strides, padding)).sum(), rtol=1e-10)
+    np.testing.assert_allclose((gw * dw).sum(), (g * reference.convolution(x, dw, strides, padding)).sum(), rtol=1e-10)
+
+
+def test_gradients_of_convolution_in_a_loop_are_in_the_form_that_is_fast():
+    def scanned(w, x):
+        grad = jax.grad(lambda w, x: ops.conv2d(jnp.tanh(ops.conv2d(x, w, (1, 1), "SAME")), w, (1, 1), "SAME").sum())
+        return jax.lax.scan(lambda total, part: (total + grad(w, part), None), jnp.zeros_like(w), x)[0]
+
+    arrays = jnp.zeros((3, 3, 4, 4)), jnp.zeros((2, 8, 6, 6, 4))
+    text = jax.jit(scanned).lower(*arrays).compile().as_text()
+    forms = set(re.findall(r"dim_labels=(\w+->\w+)", text))
+    assert " while(" in text and forms == {"b01f_01io->b01f"}
+    accelerated = jax.jit(scanned).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "[f, 0, 1, b]x[i, 0, 1, o]->[0, 1, b, f]" in accelerated  # as JAX writes it
 
 
 @pytest.mark.parametrize(("window", "strides"), [((2, 3), (1, 2)), ((6, 7), (1, 1))])
