@@ -51,7 +51,7 @@ class Options:
     optimizer: Literal["sgd", "momentum", "nesterov", "adam"] = "nesterov"
     """Update rule, with the same constants everywhere."""
     lr: float | None = None
-    """Learning rate, constant. Default: 0.01, or 0.001 for adam."""
+    """Learning rate, constant. Default: 0.01, or 0.001 for adam and with --parity."""
     momentum: float = 0.9
     """Momentum of momentum and nesterov."""
     b1: float = 0.9
@@ -152,7 +152,7 @@ def make_plan(options: Options) -> tuple[jobs.Plan, tuple[str, ...]]:
             raise ValueError(f"--images is {options.images}; allowed: 1 to {len(train)}, what {train.name} has")
         train = train.subset(np.arange(options.images))
     network = networks.build_cnn(options.network, len(train.class_names))
-    rate = options.lr or (0.001 if options.optimizer == "adam" else 0.01)
+    rate = options.lr or (0.001 if options.optimizer == "adam" or options.parity else 0.01)
     steps = options.steps if options.parity else options.epochs * -(-len(train) // options.batch_size)
     if options.parity:
         network = jobs.without_dropout(network)
@@ -194,11 +194,19 @@ def reference_name(framework: Framework) -> str:
     return "jax" if not framework.reference else "jax-" + "-".join(framework.reference.values()).replace("=", "")
 
 
+_EXACT = "jax-float64"
+
+
 def references(
-    options: Options, chosen: Sequence[Framework], results: dict[str, Result], folder: Path, log: Log
+    options: Options, plan: jobs.Plan, chosen: Sequence[Framework], results: dict[str, Result], folder: Path, log: Log
 ) -> dict[str, Result]:
-    """The runs of cnnjax with the replicas of other frameworks, one for each kind."""
+    """The runs of cnnjax with the replicas of other frameworks, one for each kind, and in float64."""
     found = {"jax": results["jax"]}
+    if not options.x64:
+        log("jax-float64: cnnjax in float64, to see how much is rounding")
+        jobs.write(dataclasses.replace(plan, dtype="float64"), folder / "job64")
+        jax = frameworks.FRAMEWORKS["jax"]
+        found[_EXACT] = orchestrate.run(jax, folder / "job64", folder / _EXACT, options.timeout, label=_EXACT)
     for framework in chosen:
         name = reference_name(framework)
         if name not in found and results[framework.name].status == "ok":
@@ -244,20 +252,30 @@ def parity_table(
     initial: dict[str, np.ndarray],
 ) -> tuple[pd.DataFrame, list[str]]:  # fmt: skip
     """Differences of every framework from its reference, and the names of those that are beyond the tolerance."""
-    tolerance = parity.TOLERANCES[plan.dtype]
-    rows, failed = {}, []
+    rows: dict[str, dict[str, Any]] = {}
+    failed: list[str] = []
+
+    def differences(result: Result, reference: Result) -> parity.Differences:
+        return parity.compare(result, reference, initial, options.optimizer, plan.learning_rates[0])
+
+    rounding = None
+    if not options.x64 and held[_EXACT].status == "ok":
+        rounding = differences(results["jax"], held[_EXACT])
+        rows["jax"] = {"against": _EXACT, **dataclasses.asdict(rounding), "verdict": "rounding"}
+    limits = parity.limits(plan.dtype, rounding)
+    rows["limit"] = dataclasses.asdict(limits)
     for framework in chosen:
         result, reference = results[framework.name], held.get(reference_name(framework))
         row: dict[str, Any] = {"against": reference_name(framework)}
         if result.status == "ok" and reference is not None and reference.status == "ok":
             try:
-                found = parity.compare(result, reference, initial, options.optimizer, plan.learning_rates[0])
+                found = differences(result, reference)
             except (ValueError, KeyError, OSError) as error:
                 row["verdict"] = f"cannot be compared: {error}"
                 failed.append(framework.name)
             else:
                 row |= dataclasses.asdict(found)
-                wrong = found.beyond(tolerance) if framework.exact else []
+                wrong = found.beyond(limits) if framework.exact else []
                 row["verdict"] = f"beyond: {', '.join(wrong)}" if wrong else "same"
                 if not framework.exact:
                     row["verdict"] = "not judged: asynchronous"
@@ -324,13 +342,13 @@ def compare(options: Options) -> bool:
     shown = table.drop(columns="message")
     text = [report.text_table(shown)]
     if options.parity and results["jax"].status == "ok":
-        held = references(options, chosen, results, folder, log)
+        held = references(options, plan, chosen, results, folder, log)
         with np.load(folder / "job" / "initial_weights.npz") as file:
             initial = {name: file[name] for name in file.files}
         differences, failed = parity_table(options, plan, chosen[1:], results, held, initial)
-        limits = dataclasses.asdict(parity.TOLERANCES[plan.dtype])
-        note = "Largest relative differences from cnnjax. Tolerances: "
-        note += ", ".join(f"{name} {limit:g}" for name, limit in limits.items())
+        note = "Largest relative differences from cnnjax."
+        if not options.x64:
+            note += f" Limits: the tolerance, or {parity.ROUNDINGS} times the rounding of cnnjax itself."
         sections.insert(1, report.Section("Parity", note, differences))
         text += [note, report.text_table(differences)]
         differences.to_csv(folder / "parity.csv", index_label="framework")

@@ -74,8 +74,18 @@ def test_parity_tells_the_same_from_the_wrong(stand_ins, capfd):
     assert (table.loc["twin", "verdict"], table.loc["twice", "verdict"]) == ("same", "same")
     assert table.loc["wrong", "verdict"].startswith("beyond: first_update, losses")
     assert table.loc["wrong", "first_update"] == pytest.approx(0.01, rel=1e-6)
-    assert table["against"].to_dict() == {"twin": "jax", "wrong": "jax", "twice": "jax-data2-pmap-local"}
-    assert "Tolerances: first_loss 1e-09" in capfd.readouterr().out
+    assert table["against"].dropna().to_dict() == {"twin": "jax", "wrong": "jax", "twice": "jax-data2-pmap-local"}
+    assert table.loc["limit", "first_loss"] == 1e-9
+    assert "Largest relative differences from cnnjax." in capfd.readouterr().out
+
+
+def test_parity_in_float32_allows_for_the_rounding_of_cnnjax_itself(stand_ins):
+    assert call(stand_ins, "--parity", "--steps", "3", "--frameworks", "twin,wrong") == 1
+    table = report.pd.read_csv(stand_ins / "parity.csv", index_col="framework")
+    assert table.loc["jax", "verdict"] == "rounding" and 0 < table.loc["jax", "first_update"] < 1e-3
+    limit = table.loc["limit", "first_update"]
+    assert limit == max(1e-4, 10 * table.loc["jax", "first_update"])
+    assert table.loc["twin", "verdict"] == "same" and table.loc["wrong", "verdict"].startswith("beyond: first_update")
 
 
 def test_what_was_asked_for_by_name_must_be_there(stand_ins, monkeypatch, capfd):
