@@ -1,11 +1,11 @@
 """TensorFlow 1.15 as it was used: a graph, a session, feeds. Python 3.7."""
 
-import os
-import warnings
-
 import convert
 import numpy as np
 import protocol
+import tensorflow1_ops as ops
+
+tf = ops.tf  # imported there, without its noise
 
 
 class Trainer(protocol.Trainer):
@@ -13,25 +13,18 @@ class Trainer(protocol.Trainer):
 
     def __init__(self, job):
         super().__init__()
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        warnings.simplefilter("ignore", FutureWarning)  # of its NumPy types, a screenful
-        import tensorflow as tf
-
-        tf.compat.v1.logging.set_verbosity(tf.compat.v1.logging.ERROR)
-        self.backend = "tensorflow"
-        self.versions = {"tensorflow": tf.__version__}
+        self.backend, self.versions = "tensorflow", ops.versions()
         self._network = job.network
-        self._dtype = np.dtype(job.dtype).type
         weights = convert.to_framework(job.network, job.weights, convert.TENSORFLOW)
         tf.compat.v1.set_random_seed(job.seed)  # of dropout
         self._x = tf.compat.v1.placeholder(job.dtype, (None, *job.input_shape))
         self._y = tf.compat.v1.placeholder(tf.int32, (None,))
         self._rate = tf.compat.v1.placeholder(job.dtype, ())
-        build = _Builder(tf, weights)
+        build = _Builder(weights)
         logits = build.stack(job.network, self._x, training=True)
         loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=self._y, logits=logits))
         hits = tf.reduce_sum(tf.cast(tf.equal(tf.argmax(logits, 1, output_type=tf.int32), self._y), tf.int32))
-        train = _update(tf, job.optimizer, loss, self._rate, job.dtype)
+        train = _update(job.optimizer, loss, self._rate, job.dtype)
         with tf.control_dependencies([train]):  # moving statistics too: the step ends when all is written
             self._step = [loss, hits, tf.group(*build.moves)]
         self._logits = build.stack(job.network, self._x, training=False)
@@ -63,8 +56,8 @@ class Trainer(protocol.Trainer):
 class _Builder:
     """Adds layers to the graph; its variables are filed by the path that they have in cnnjax."""
 
-    def __init__(self, tf, weights):
-        self._tf, self._weights = tf, weights
+    def __init__(self, weights):
+        self._weights = weights
         self.variables, self.moves = {}, []
 
     def stack(self, network, x, training):
@@ -73,7 +66,7 @@ class _Builder:
         return x
 
     def _layer(self, layer, x, training):
-        tf, kind, name = self._tf, layer["kind"], layer["name"]
+        kind, name = layer["kind"], layer["name"]
         if kind == "Conv":
             pads = [[0, 0], *layer["pads"], [0, 0]]
             y = tf.nn.conv2d(x, self._variable(name, "kernel"), layer["strides"], pads)
@@ -84,8 +77,7 @@ class _Builder:
         if kind == "BatchNorm":
             return self._batch_norm(layer, x, training)
         if kind == "MaxPool":
-            x, padding = self._padded(layer, x)
-            return tf.nn.max_pool2d(x, layer["window"], layer["strides"], padding)
+            return ops.max_pool(x, layer["window"], layer["strides"], layer["pads"])
         if kind == "AvgPool":
             return tf.nn.avg_pool2d(x, layer["window"], layer["strides"], "VALID")
         if kind == "Relu":
@@ -102,60 +94,28 @@ class _Builder:
         path = f"{name}/{leaf}"
         if path not in self.variables:
             trainable = leaf not in ("mean", "var")
-            self.variables[path] = self._tf.compat.v1.Variable(
+            self.variables[path] = tf.compat.v1.Variable(
                 self._weights[path], trainable=trainable, name=path, use_resource=True
             )
         return self.variables[path]
 
-    def _padded(self, layer, x):
-        """Input and padding of a max pooling; SAME where that means the same, since no value is copied then."""
-        if layer["pads"] == _same(layer):
-            return x, "SAME"
-        if layer["pads"] != [[0, 0], [0, 0]]:
-            x = self._tf.pad(x, [[0, 0], *layer["pads"], [0, 0]], constant_values=self._dtype_of(x)(-np.inf))
-        return x, "VALID"
-
-    @staticmethod
-    def _dtype_of(x):
-        return x.dtype.as_numpy_dtype
-
     def _batch_norm(self, layer, x, training):
-        tf, name, epsilon = self._tf, layer["name"], layer["epsilon"]
-        channels = layer["input_shape"][-1]
+        name, channels = layer["name"], layer["input_shape"][-1]
         scale, bias = (
-            self._variable(name, leaf) if used else tf.fill((channels,), self._dtype_of(x)(value))
+            self._variable(name, leaf) if used else tf.fill((channels,), x.dtype.as_numpy_dtype(value))
             for leaf, used, value in (("scale", layer["use_scale"], 1), ("bias", layer["use_bias"], 0))
         )
         moving = [self._variable(name, leaf) for leaf in ("mean", "var")]
         if not training:
-            return tf.nn.batch_normalization(x, *moving, bias, scale, epsilon)
-        if x.dtype == tf.float32 and len(layer["input_shape"]) == 3:
-            # Not tf.nn.fused_batch_norm, which raises epsilon to 1.001e-5 for the sake of cuDNN.
-            y, mean, var, *_ = tf.raw_ops.FusedBatchNormV3(
-                x=x, scale=scale, offset=bias, mean=tf.zeros((0,)), variance=tf.zeros((0,)), epsilon=epsilon
-            )
-            # What it returns for the moving variance is the unbiased one.
-            count = tf.cast(tf.size(x) // channels, x.dtype)
-            var = var * ((count - 1) / count)
-        else:
-            mean, var = tf.nn.moments(x, list(range(len(layer["input_shape"]))))
-            y = tf.nn.batch_normalization(x, mean, var, bias, scale, epsilon)
+            return ops.moved_norm(x, scale, bias, *moving, epsilon=layer["epsilon"])
+        y, *moments = ops.batch_norm(x, scale, bias, layer["epsilon"])
         kept = layer["momentum"]
-        for old, new in zip(moving, (mean, var)):
+        for old, new in zip(moving, moments):
             self.moves.append(old.assign(kept * old + (1 - kept) * new))
         return y
 
 
-def _same(layer):
-    """What TensorFlow's SAME pads: the odd row or column last."""
-    pads = []
-    for size, window, stride in zip(layer["input_shape"], layer["window"], layer["strides"]):
-        total = max((-(-size // stride) - 1) * stride + window - size, 0)
-        pads.append([total // 2, total - total // 2])
-    return pads
-
-
-def _update(tf, rule, loss, rate, dtype):
+def _update(rule, loss, rate, dtype):
     """The operation that changes the weights."""
     name = rule["name"]
     # As tensors: a Python number would become a float32 whatever the weights are.
