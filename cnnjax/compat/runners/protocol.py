@@ -105,7 +105,7 @@ class Trainer:
     """
 
     backend, mesh, strategy, bn_scope = "cpu", "data=1", "none", "global"
-    notes = ()
+    notes: tuple = ()
 
     def __init__(self):
         self.versions = {}

@@ -111,6 +111,8 @@ class Residual(nn.Module):
 class Network(nn.Sequential):
     """The layers of a job, one after another; ``named`` has those with weights by their path."""
 
+    named: dict
+
     def __init__(self, layers):
         """Takes the layers of the job."""
         self_named = {}
