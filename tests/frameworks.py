@@ -1,27 +1,16 @@
 """What needs another framework skips without it, or fails where ``CNNJAX_STRICT=1``."""
 
-import importlib.util
 import os
 
 import pytest
 
-from cnnjax.compat import legacy
+from cnnjax.compat.frameworks import FRAMEWORKS
 
 
-def needs(*modules: str) -> None:
-    """To be called by a test."""
-    lacking = [module for module in modules if importlib.util.find_spec(module) is None]
-    if lacking:
-        _refuse(f"{', '.join(lacking)} is not installed")
-
-
-def needs_legacy() -> None:
-    """The same for the Python 3.7 environment."""
-    if legacy.interpreter() is None:
-        _refuse("there is no Python 3.7 environment: python -m cnnjax.compat.legacy")
-
-
-def _refuse(why: str) -> None:
+def needs(name: str) -> None:
+    """To be called by a test, with a name of ``--frameworks``."""
+    if (missing := FRAMEWORKS[name].missing) is None:
+        return
     if os.environ.get("CNNJAX_STRICT") == "1":
-        pytest.fail(why)
-    pytest.skip(why)
+        pytest.fail(f"{name} is not installed: {missing}")
+    pytest.skip(f"{name} is not installed: {missing}")
