@@ -42,6 +42,7 @@ def call(out, *flags):
     return compare.main([*SMALL, "--run-dir", str(out), *flags])
 
 
+@pytest.mark.slow
 def test_rows_files_and_exit_code_when_some_fail(stand_ins, capfd):
     code = call(stand_ins, "--frameworks", "crash,twin,hang", "--timeout", "15", "--epochs", "2")
     printed = capfd.readouterr().out
@@ -68,6 +69,7 @@ def test_rows_files_and_exit_code_when_some_fail(stand_ins, capfd):
     assert json.loads((stand_ins / "config.json").read_text())["epochs"] == 2
 
 
+@pytest.mark.slow
 def test_parity_tells_the_same_from_the_wrong(stand_ins, capfd):
     assert call(stand_ins, "--parity", "--steps", "3", "--x64", "--frameworks", "twin,wrong,twice") == 1
     table = report.pd.read_csv(stand_ins / "parity.csv", index_col="framework")
@@ -79,6 +81,7 @@ def test_parity_tells_the_same_from_the_wrong(stand_ins, capfd):
     assert "Largest relative differences from cnnjax." in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_parity_in_float32_allows_for_the_rounding_of_cnnjax_itself(stand_ins):
     assert call(stand_ins, "--parity", "--steps", "3", "--frameworks", "twin,wrong") == 1
     table = report.pd.read_csv(stand_ins / "parity.csv", index_col="framework")
@@ -99,7 +102,7 @@ def test_what_was_asked_for_by_name_must_be_there(stand_ins, monkeypatch, capfd)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--frameworks caffee", "--frameworks: 'caffee' is unknown; nearest: caffe; allowed: all, jax"),
+        ("--frameworks lasange", "--frameworks: 'lasange' is unknown; nearest: lasagne; allowed: all, jax"),
         ("--network nothing", "--network: "),
         ("--data digits --images 9999", "--images is 9999; allowed: 1 to 1438"),
         ("--epochs 0", "--epochs is 0; allowed: 1 or more"),

@@ -173,9 +173,8 @@ def test_stages_send_activations_one_way_and_gradients_the_other():
     assert forth.shapes[0][0] == 64 // 4
 
 
-@pytest.mark.parametrize(
-    ("mesh", "microbatches"), [("pipe=2", 4), pytest.param("pipe=3,data=2", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("mesh", "microbatches"), [("pipe=2", 4), ("pipe=3,data=2", 2)])
+@pytest.mark.slow
 def test_the_memory_of_a_stage_is_what_lives_on_its_device_when_the_backward_pass_begins(mesh, microbatches):
     recipe, layout, shape = setting(SLIM, mesh, microbatches)
     pipe, digits = pipeline.Pipeline(recipe, layout, shape), load_digits(shape).train
