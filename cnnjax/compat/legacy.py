@@ -235,14 +235,12 @@ def _alone(folder: Path) -> Iterator[None]:
 def _pip(python: Path, arguments: Iterable[str], log: Path) -> None:
     """Installs, with a line a package; what pip says goes to a file."""
     command = [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *arguments]
-    total = sum("==" in argument for argument in arguments)
     # Settings that would send the packages somewhere else.
     environment = {
         name: value for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PIP_REQUIRE_VIRTUALENV")
     }  # fmt: skip
     said: list[str] = []
-    seen = 0
     with log.open("a") as file, subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as child:  # fmt: skip
@@ -250,9 +248,8 @@ def _pip(python: Path, arguments: Iterable[str], log: Path) -> None:
         for line in child.stdout:
             file.write(line)
             said = [*said[-50:], line.strip()]
-            if line.startswith(("Collecting ", "Requirement already satisfied: ")) and seen < total:
-                seen += 1
-                _say(f"  {seen} of {total}: {line.split(':')[-1].split()[-1]}")
+            if line.startswith("Collecting "):
+                _say(f"  {line.split()[1]}")
             elif line.startswith("Installing collected packages"):
                 _say("  unpacking")
     if child.returncode:

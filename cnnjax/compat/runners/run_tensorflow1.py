@@ -105,12 +105,12 @@ class _Builder:
             self._variable(name, leaf) if used else tf.fill((channels,), x.dtype.as_numpy_dtype(value))
             for leaf, used, value in (("scale", layer["use_scale"], 1), ("bias", layer["use_bias"], 0))
         )
-        moving = [self._variable(name, leaf) for leaf in ("mean", "var")]
+        moving_mean, moving_var = (self._variable(name, leaf) for leaf in ("mean", "var"))
         if not training:
-            return ops.moved_norm(x, scale, bias, *moving, epsilon=layer["epsilon"])
+            return ops.moved_norm(x, scale, bias, moving_mean, moving_var, layer["epsilon"])
         y, *moments = ops.batch_norm(x, scale, bias, layer["epsilon"])
         kept = layer["momentum"]
-        for old, new in zip(moving, moments):
+        for old, new in zip((moving_mean, moving_var), moments):
             self.moves.append(old.assign(kept * old + (1 - kept) * new))
         return y
 

@@ -67,11 +67,11 @@ def _openblas():
             module = __import__(name)
         except ImportError:
             continue
-        packages = os.path.dirname(os.path.dirname(module.__file__))
+        packages = os.path.dirname(os.path.dirname(module.__file__ or ""))
         found = sorted(glob.glob(os.path.join(packages, folder, "libopenblas*.so*")))
         if found:
             return found[0]
-    return None
+    return ""
 
 
 def _link(library, links):
