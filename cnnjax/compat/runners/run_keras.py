@@ -8,6 +8,7 @@ Images stay channels last on every backend, Keras's default; on PyTorch it hands
 memory what PyTorch is fastest with on CPUs.
 """
 
+import importlib
 import json
 import os
 
@@ -57,20 +58,15 @@ class Trainer(protocol.Trainer):
         super().__init__()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         self.backend, self.notes = choose_backend(job.options.get("backend"))
+        module = self._module = importlib.import_module(self.backend)
         if self.backend == "jax":
-            import jax
-
-            jax.config.update("jax_enable_x64", job.dtype == "float64")
-            self._ready = jax.block_until_ready
-        else:  # on CPUs both return when the work is done; the loss is read before the weights are written on no GPU
-            self._ready = None
+            module.config.update("jax_enable_x64", job.dtype == "float64")
+        elif self.backend == "tensorflow":
+            module.get_logger().setLevel("ERROR")
         import keras
 
         if keras.config.backend() != self.backend:
             raise RuntimeError(f"Keras was imported before, with {keras.config.backend()}; {self.backend} was chosen")
-        module = __import__(self.backend)
-        if self.backend == "tensorflow":
-            module.get_logger().setLevel("ERROR")
         self.versions = {"keras": keras.__version__, self.backend: module.__version__}
         # Whatever keras.json says of them.
         keras.config.set_floatx(job.dtype)
@@ -134,7 +130,8 @@ class Trainer(protocol.Trainer):
     def _variable(self, path):
         name, leaf = path.rsplit("/", 1)
         layer = self._named[name]
-        return getattr(layer, leaf if hasattr(layer, leaf) else _LEAVES[leaf])
+        # A batch norm's own scale is whether it has one.
+        return getattr(layer, _LEAVES[leaf] if hasattr(layer, "moving_mean") else leaf)
 
     def train(self, x, y, index, learning_rate):
         """See `protocol.Trainer`."""
@@ -143,9 +140,17 @@ class Trainer(protocol.Trainer):
             self._optimizer.learning_rate = self._rate = learning_rate
         # Its metrics begin anew with each call, and come from the forward pass of the update.
         logs = self._model.train_on_batch(x, y, return_dict=True)
-        if self._ready is not None:
-            self._ready([variable.value for variable in self._model.variables])
+        self._wait()
         return float(logs["loss"]), round(float(logs["accuracy"]) * len(y))
+
+    def _wait(self):
+        """Until the weights are written; TensorFlow on CPUs returns no earlier, nor PyTorch on CPUs."""
+        if self.backend == "jax":
+            self._module.block_until_ready([variable.value for variable in self._model.variables])
+        elif self.backend == "torch" and self._module.cuda.is_available():
+            self._module.cuda.synchronize()
+        elif self.backend == "tensorflow" and self._module.config.list_physical_devices("GPU"):
+            self._module.test.experimental.sync_devices()
 
     def predict(self, x):
         """See `protocol.Trainer`."""
@@ -184,7 +189,7 @@ def same_pads(size, window, strides):
 def _lowest_padding(keras, pads):
     """A layer that pads with what never wins; ZeroPadding2D would win over negative values."""
 
-    class LowestPadding(keras.layers.Layer):
+    class LowestPadding(keras.layers.Layer):  # type: ignore[name-defined]
         def call(self, x):
             return keras.ops.pad(x, [[0, 0], *pads, [0, 0]], constant_values=-np.inf)
 
@@ -202,7 +207,7 @@ def _optimizer(keras, rule):
     """
     ops = keras.ops
 
-    class Momentum(keras.optimizers.Optimizer):
+    class Momentum(keras.optimizers.Optimizer):  # type: ignore[name-defined]
         def build(self, variables):
             if not self.built:
                 super().build(variables)
@@ -215,7 +220,7 @@ def _optimizer(keras, rule):
             step = rule["momentum"] * moved + gradient if rule["name"] == "nesterov" else moved
             self.assign_sub(variable, learning_rate * step)
 
-    class Adam(keras.optimizers.Optimizer):
+    class Adam(keras.optimizers.Optimizer):  # type: ignore[name-defined]
         def build(self, variables):
             if not self.built:
                 super().build(variables)
