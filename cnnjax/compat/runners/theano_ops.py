@@ -104,8 +104,8 @@ def batch_norm(x, scale, bias, epsilon):
 
 def moved_norm(x, scale, bias, mean, var, epsilon):
     """Normalises x [B, C, H, W] or [B, C] with the moving statistics."""
-    axes = (0, *range(2, x.ndim))
-    return T.nnet.bn.batch_normalization_test(x, *(_wide(a, x) for a in (scale, bias, mean, var)), axes, epsilon)
+    # Written out: ``T.nnet.bn`` refuses an epsilon below 1e-5, and takes 1e-5 in float32 for one.
+    return (x - _wide(mean, x)) * _wide(scale / T.sqrt(var + epsilon), x) + _wide(bias, x)
 
 
 def _wide(a, x):
