@@ -73,6 +73,19 @@ FRAMEWORKS: dict[str, Framework] = {
         _keras("tensorflow", "tensorflow"),
         _keras("jax", "jax"),
         _keras("torch", "torch", "pip install keras torch"),
+        Framework("tensorflow", "TensorFlow 2, tf.function", "run_tensorflow.py", {}, ("tensorflow",)),
+        Framework(
+            "tensorflow_mirrored", "TensorFlow 2, MirroredStrategy over 2 virtual CPU devices", "run_tensorflow.py",
+            {"replicas": "2"}, ("tensorflow",), reference=_TWO_REPLICAS,
+        ),
+        Framework(
+            "tensorflow_ps", "TensorFlow 1 cluster on TensorFlow 2: a parameter server and 2 workers, synchronous",
+            "run_tensorflow_ps.py", {"mode": "sync"}, ("tensorflow",), reference=_TWO_REPLICAS,
+        ),
+        Framework(
+            "tensorflow_ps_async", "the same cluster, each worker updating when it is ready", "run_tensorflow_ps.py",
+            {"mode": "async"}, ("tensorflow",), reference=_TWO_REPLICAS, exact=False,
+        ),
         Framework("torch", "PyTorch, channels last", "run_torch.py", {}, ("torch",), _TORCH),
         Framework("torch_compiled", "the same through torch.compile", "run_torch.py", {"compile": "1"}, ("torch",),
                   _TORCH),
