@@ -242,10 +242,8 @@ def test_a_run_is_not_changed_by_a_refusal(finished, capfd, flags):
     assert commands.snapshot(folder) == before
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [pytest.param("--strategy shard_map --mesh fsdp=4", marks=pytest.mark.slow), "--strategy pmap --mesh data=4"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--strategy pmap --mesh data=4", "--strategy shard_map --mesh fsdp=4"])
 def test_whole_run_under_another_strategy(finished, tmp_path, flags):
     folder, _ = finished
     done = run(*SMALL, "--epochs", 3, "--log-every", 2, "--seed", 3, *flags.split(), "--run-dir", tmp_path / "run")

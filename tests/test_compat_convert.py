@@ -1,11 +1,15 @@
 """Weights of other frameworks: both ways, and against a network computed in the other layout."""
 
+import itertools
+
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import numpy_reference as reference
 import pytest
 
+from cnnjax import model
 from cnnjax.compat import frameworks, jobs
 from cnnjax.networks import AvgPool, BatchNorm, Conv, Dense, Flatten, MaxPool, Relu, Residual
 
@@ -29,7 +33,9 @@ SHAPE = (6, 4, 2)
 def weights(network, shape, seed):
     """Random ones, so that no two arrays or axes are alike."""
     rng = np.random.default_rng(seed)
-    return {k: rng.uniform(0.5, 1.5, w.shape) for k, w in jobs.initial_weights(network, shape, 0).items()}
+    variables = jax.eval_shape(lambda: model.init(jax.random.key(0), network, shape))
+    leaves = itertools.chain(*map(jax.tree_util.tree_leaves_with_path, variables.values()))
+    return {"/".join(key.key for key in path): rng.uniform(0.5, 1.5, w.shape) for path, w in leaves}
 
 
 def torch_style(layers, own, x_BCHW, convert, convention):

@@ -93,7 +93,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "stages", "optimizer"),
     [
-        ("pipe=2", 3, "4", "nesterov"),  # 10 samples do not divide by 3
+        pytest.param("pipe=2", 3, "4", "nesterov", marks=SLOW),  # 10 samples do not divide by 3
         pytest.param("pipe=3", 3, None, "nesterov", marks=SLOW),
         pytest.param("pipe=2", 1, None, "nesterov", marks=SLOW),
         pytest.param("pipe=1", 2, None, "nesterov", marks=SLOW),
