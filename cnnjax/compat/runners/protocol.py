@@ -132,6 +132,9 @@ class Trainer:
         """Weights and moving statistics now, as in ``initial_weights.npz``."""
         raise NotImplementedError
 
+    def finish(self, out):
+        """Writes what else there is to give into the result directory, after the last step; may add to ``notes``."""
+
     def close(self):
         """Ends whatever still runs."""
 
@@ -220,6 +223,7 @@ def run(job, trainer, out, framework, build_s=0.0):
                 file.write(f"{number},{label}\n")
         np.savez(os.path.join(out, "logits.npz"), logits=logits[:LOGITS])
     np.savez(os.path.join(out, "final_weights.npz"), **trainer.weights())
+    trainer.finish(out)
     environment = {
         "framework": framework, "backend": trainer.backend, "python": platform.python_version(),
         "versions": dict(trainer.versions, numpy=np.__version__), "notes": list(trainer.notes),
