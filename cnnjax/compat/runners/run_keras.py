@@ -236,7 +236,7 @@ def _optimizer(keras, rule):
             ):
                 moved = decay * moment + (1 - decay) * value
                 self.assign(moment, moved)
-                corrected.append(moved / (1 - ops.power(ops.cast(decay, variable.dtype), t)))
+                corrected.append(moved / (1 - ops.power(ops.convert_to_tensor(decay, variable.dtype), t)))
             first, second = corrected
             self.assign_sub(variable, learning_rate * first / (ops.sqrt(second) + rule["eps"]))
 
