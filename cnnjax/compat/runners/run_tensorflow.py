@@ -231,7 +231,7 @@ class Trainer(protocol.Trainer):
 
     def _gradients(self, x, y, count):
         """Sums of loss and hits; gradients of the loss sum / count; next moving statistics; the last two by path."""
-        moved = {}
+        moved: dict = {}
         trained = {path: self._weights[path] for path in self._slots}
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(list(trained.values()))

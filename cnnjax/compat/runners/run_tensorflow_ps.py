@@ -20,6 +20,7 @@ but that step, and after it: were it after alone, the time would fall into a ste
 counted as the others are. Loss and hits are those of the chief's part, hits scaled to the whole batch.
 """
 
+import atexit
 import json
 import os
 import socket
@@ -98,7 +99,7 @@ class Graph:
                 self._queues = {}
                 for name in (*(f"tokens_{i}" for i in range(settings.workers)), "nearly", "done"):
                     self._queues[name] = v1.FIFOQueue(-1, [tf.int64], [()], shared_name=name)
-            moved = {}
+            moved: dict = {}
             loss, hits = run_tensorflow.sums(job.network, read, self.x, self.y, moved)
             trained = {path: read[path] for path in self.slots}
             gradients = dict(zip(trained, tf.gradients(loss, list(trained.values()))))
@@ -275,6 +276,9 @@ class Trainer(protocol.Trainer):
                 time.sleep(0.05)
             if self._lost is None:
                 raise
+            # The session waits for ever for what the lost process was to answer, as soon as it is taken down.
+            _kept.append(self._session)
+            atexit.register(_end_at_once)
             raise RuntimeError(self._lost) from None
 
     def _watch(self):
@@ -291,8 +295,7 @@ class Trainer(protocol.Trainer):
                     self._end_children()
                     if not self._closed.wait(_GRACE_S):
                         sys.stderr.write(f"error: RuntimeError: {self._lost}\n")
-                        sys.stderr.flush()
-                        os._exit(1)
+                        _end_at_once()
                     return
 
     def _end_children(self):
@@ -305,6 +308,15 @@ class Trainer(protocol.Trainer):
         """See `protocol.Trainer`."""
         self._closed.set()
         self._end_children()
+
+
+_kept: list = []
+
+
+def _end_at_once():
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _free_addresses(workers):
