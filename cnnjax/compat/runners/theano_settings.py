@@ -21,6 +21,8 @@ def configure(dtype):
     """
     warnings.simplefilter("ignore")  # of Theano's own code: deprecations of NumPy
     logging.getLogger("theano.configdefaults").setLevel(logging.ERROR)
+    # Threads that wait for each other asleep: spinning doubles the time of a step as soon as anything else runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     folder = _cache()
     settings = ["base_compiledir=" + folder, "openmp=True", "device=cpu"]
     notes = [f"Theano keeps compiled code in {folder}"]
