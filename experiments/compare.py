@@ -38,8 +38,8 @@ class Options:
     """Name of the network; `python -m cnnjax.networks` lists them."""
     frameworks: str = "all"
     """Names with commas between, or all: jax, keras_tensorflow, keras_jax, keras_torch, tensorflow,
-    tensorflow_mirrored, tensorflow_ps, tensorflow_ps_async, torch, torch_compiled, torch_ddp, keras_theano,
-    keras_tensorflow1, tensorflow1, lasagne. jax always runs, as the reference."""
+    tensorflow_mirrored, tensorflow_ps, tensorflow_ps_async, torch, torch_compiled, torch_ddp, caffe,
+    keras_theano, keras_tensorflow1, tensorflow1, lasagne. jax always runs, as the reference."""
     data: str | None = None
     """Data set, as for training. Images of another size are resized to what the network was made for."""
     epochs: int = 1

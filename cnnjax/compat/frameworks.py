@@ -91,6 +91,8 @@ FRAMEWORKS: dict[str, Framework] = {
                   _TORCH),
         Framework("torch_ddp", "PyTorch DistributedDataParallel, 2 processes over gloo", "run_torch.py",
                   {"replicas": "2"}, ("torch",), _TORCH, reference=_TWO_REPLICAS),
+        Framework("caffe", "trained by cnnjax, written for Caffe, read back by OpenCV", "run_caffe.py", {}, ("cv2",),
+                  "pip install 'opencv-python-headless<5'"),
         _old("keras_theano", "Keras 2.3 on Theano 1.0", "run_keras2.py", {"backend": "theano"}),
         _old("keras_tensorflow1", "Keras 2.3 on TensorFlow 1.15", "run_keras2.py", {"backend": "tensorflow"}),
         _old("tensorflow1", "TensorFlow 1.15, graph and session", "run_tensorflow1.py", {}),
