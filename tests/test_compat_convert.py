@@ -65,6 +65,9 @@ def torch_style(layers, own, x_BCHW, convert, convention):
             case "MaxPool":
                 views = np.lib.stride_tricks.sliding_window_view(x, layer["window"], (2, 3))
                 x = views[:, :, :: layer["strides"][0], :: layer["strides"][1]].max((4, 5))
+            case "AvgPool":
+                views = np.lib.stride_tricks.sliding_window_view(x, layer["window"], (2, 3))
+                x = views[:, :, :: layer["strides"][0], :: layer["strides"][1]].mean((4, 5))
             case "Flatten":
                 x = (
                     x.reshape(len(x), -1)
@@ -77,11 +80,8 @@ def torch_style(layers, own, x_BCHW, convert, convention):
     return x
 
 
-@pytest.mark.parametrize("name", ["TENSORFLOW", "TORCH", "CAFFE", "THEANO"])
-def test_converted_weights_compute_the_same_in_the_other_layout(convert, name):
-    convention, ours = getattr(convert, name), weights(NETWORK, SHAPE, 1)
-    layers = jobs.describe(NETWORK, SHAPE)
-    x = np.random.default_rng(2).normal(size=(3, *SHAPE))
+def expected_logits(network, ours, x):
+    """In cnnjax's own layout."""
 
     def tree(leaves):
         found: dict = {}
@@ -95,7 +95,16 @@ def test_converted_weights_compute_the_same_in_the_other_layout(convert, name):
         return found
 
     params, stats = tree(("kernel", "bias", "scale")), tree(("mean", "var"))
-    expected = reference.forward(NETWORK, params, stats, x, train=False)[0]
+    return reference.forward(network, params, stats, x, train=False)[0]
+
+
+@pytest.mark.parametrize("name", ["TENSORFLOW", "TORCH", "CAFFE", "THEANO"])
+def test_converted_weights_compute_the_same_in_the_other_layout(convert, name):
+    convention, ours = getattr(convert, name), weights(NETWORK, SHAPE, 1)
+    layers = jobs.describe(NETWORK, SHAPE)
+    x = np.random.default_rng(2).normal(size=(3, *SHAPE))
+
+    expected = expected_logits(NETWORK, ours, x)
     own = convert.to_framework(layers, ours, convention)
     found = torch_style(layers, own, x.transpose(0, 3, 1, 2), convert, convention)
     np.testing.assert_allclose(found, expected, rtol=1e-10)
@@ -105,6 +114,42 @@ def test_converted_weights_compute_the_same_in_the_other_layout(convert, name):
         mistaken = convert.Convention(convention.kernel, convention.dense, *wrong)
         own = convert.to_framework(layers, ours, mistaken)
         assert not np.allclose(torch_style(layers, own, x.transpose(0, 3, 1, 2), convert, convention), expected)
+
+
+@st.composite
+def networks(draw):
+    """Small ones with an image shape: convolutions, maybe a block and a pooling, a flatten, and dense layers."""
+    small = st.integers(1, 3)
+    layers: list = []
+    for _ in range(draw(st.integers(0, 2))):
+        padding = draw(st.sampled_from(["SAME", "VALID", ((1, 0), (0, 2))]))
+        kernel, strides = (draw(small), draw(small)), (draw(st.integers(1, 2)), 1)
+        layers += [Conv(draw(small), kernel, strides, padding, draw(st.booleans())), *draw(maybe(Relu(), BatchNorm()))]
+    channels = draw(small)
+    shortcut = draw(st.sampled_from([(), (Conv(channels, (1, 1), use_bias=False), BatchNorm(use_scale=False))]))
+    body = (Conv(channels, (3, 2), padding="SAME"), *draw(maybe(BatchNorm(), Relu())))
+    layers += draw(maybe(Conv(channels, (1, 1)), Residual(body, shortcut), Relu()))
+    layers += [*draw(maybe(AvgPool((1, 2)))), Flatten(), *draw(maybe(Relu(), BatchNorm(use_scale=False)))]
+    layers += [*draw(maybe(Dense(draw(st.integers(1, 5))), BatchNorm(), Relu())), Dense(2)]
+    return tuple(layers), (draw(st.integers(6, 8)), draw(st.integers(6, 8)), draw(small))
+
+
+def maybe(*layers):
+    return st.sampled_from([(), layers])
+
+
+@hypothesis.given(networks(), st.sampled_from(["TENSORFLOW", "TORCH", "CAFFE", "THEANO"]), st.integers(0, 99))
+@hypothesis.settings(max_examples=60, deadline=None,
+                     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])  # fmt: skip
+def test_any_network_computes_the_same_in_the_other_layout(convert, drawn, name, seed):
+    (network, shape), convention = drawn, getattr(convert, name)
+    layers, ours = jobs.describe(network, shape), weights(network, shape, seed)
+    x = np.random.default_rng(seed).normal(size=(2, *shape))
+    own = convert.to_framework(layers, ours, convention)
+    found = torch_style(layers, own, x.transpose(0, 3, 1, 2), convert, convention)
+    np.testing.assert_allclose(found, expected_logits(network, ours, x), rtol=1e-9, atol=1e-9)
+    back = convert.from_framework(layers, own, convention)
+    assert back.keys() == ours.keys() and all(np.array_equal(back[key], ours[key]) for key in ours)
 
 
 @hypothesis.given(

@@ -4,6 +4,7 @@ And Caffe's files: what OpenCV computes from them is what cnnjax computes.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -130,6 +131,9 @@ def opencv_logits(run_caffe, folder, network, weights, x_BHWC):
     job = types.SimpleNamespace(name="tiny", input_shape=x_BHWC.shape[1:], images=x_BHWC, scaled=lambda x: x)
     (folder / "deploy.prototxt").write_text(run_caffe.deploy(job, net))
     (folder / "weights.caffemodel").write_bytes(run_caffe.caffemodel(job, net))
+    net_text = (folder / "deploy.prototxt").read_text()
+    height, width, channels = x_BHWC.shape[1:]
+    assert list(map(int, re.findall(r"\bdim: (\d+)", net_text))) == [1, channels, height, width]
     return run_caffe.read_back(str(folder), net.layers[-1]["name"], x_BHWC)
 
 
