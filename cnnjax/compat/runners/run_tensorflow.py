@@ -226,8 +226,10 @@ class Trainer(protocol.Trainer):
         number = tf.TensorSpec((), self._dtype)
         # No batch size in the signature: its kernels gain nothing by it, and the smaller last batch is no new trace.
         signature = (image, tf.TensorSpec((None,), tf.int32), number, number)
-        self._step = tf.function(self._one if self._replicas == 1 else self._all, input_signature=signature)
-        self._logits = tf.function(lambda x: forward(self._network, self._weights, x, False), input_signature=[image])
+        step = self._one if self._replicas == 1 else self._all
+        # Without AutoGraph, which nothing here needs, and which would bury errors in its own frames.
+        self._step = tf.function(step, signature, autograph=False)
+        self._logits = tf.function(lambda x: forward(self._network, self._weights, x, False), [image], autograph=False)
 
     def _gradients(self, x, y, count):
         """Sums of loss and hits; gradients of the loss sum / count; next moving statistics; the last two by path."""
