@@ -17,8 +17,8 @@ import numpy as np
 import protocol
 
 BACKENDS = ("tensorflow", "jax", "torch")
-# What a user gets who says nothing ("auto" is True, True, False), but for TensorFlow: through XLA its convolutions are
-# several times slower on CPUs than its own kernels.
+# What a user gets who says nothing ("auto" is True, True, False), but for TensorFlow: through XLA its steps took 1.2
+# times (cifar10_slim) and 1.9 times (the 3+3 network) as long on two CPU cores, and its start three times.
 _JIT_COMPILE = {"tensorflow": False, "jax": True, "torch": False}
 _LEAVES = {"kernel": "kernel", "scale": "gamma", "bias": "beta", "mean": "moving_mean", "var": "moving_variance"}
 
