@@ -109,15 +109,12 @@ def test_batch_norm_over_all_replicas_is_refused(tmp_path):
 # Caffe
 # ---------------------------------------------------------------------------------------------------------------------
 
-CAFFE = frameworks.Framework(
-    "caffe", "trained by cnnjax, written for Caffe, read back by OpenCV", "run_caffe.py", {}, ("cv2",),
-    "pip install 'opencv-python-headless<5'",
-)  # fmt: skip
+CAFFE = frameworks.FRAMEWORKS["caffe"]
 
 
 @pytest.fixture
 def run_caffe(monkeypatch):
-    needed.needs(CAFFE)
+    needed.needs("caffe")
     monkeypatch.syspath_prepend(frameworks.RUNNERS)
     import run_caffe
 
@@ -211,7 +208,7 @@ def test_caffe_scales_as_the_job_does(run_caffe, tmp_path, scaling):
 
 
 def test_caffe_is_given_what_cnnjax_trained(tmp_path):
-    needed.needs(CAFFE)
+    needed.needs("caffe")
     import cv2
 
     one = plan(MIXED, images=51, learning_rates=[0.1] * 5)
@@ -245,7 +242,7 @@ def test_caffe_is_given_what_cnnjax_trained(tmp_path):
     ],
 )
 def test_caffe_files_that_are_wrong_fail_the_run(tmp_path, file, before, after):
-    needed.needs(CAFFE)
+    needed.needs("caffe")
     runners = tmp_path / "runners"
     runners.mkdir()
     for path in frameworks.RUNNERS.glob("*.py"):
