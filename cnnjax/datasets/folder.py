@@ -114,7 +114,7 @@ def _pillow() -> ModuleType:
         import PIL.Image
         import PIL.ImageOps
     except ModuleNotFoundError:
-        raise ValueError("folder: needs Pillow, which is not installed: pip install 'cnnjax[folder]'") from None
+        raise ValueError("folder: needs Pillow, which is not installed: pip install pillow") from None
     return PIL
 
 

@@ -1,7 +1,6 @@
 """Data sets that TensorFlow Datasets has prepared, in its ArrayRecord format; reading them loads no TensorFlow."""
 
 import importlib
-import json
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from cnnjax.datasets.files import holds
 
 EXPECTED = "the name of a data set prepared by TensorFlow Datasets, or its folder, which has dataset_info.json"
 
-_INSTALL = "pip install 'cnnjax[tfds]'"
+_INSTALL = "pip install tensorflow-datasets array-record importlib_resources"
 _TESTS = ("test", "validation")
 
 
@@ -85,9 +84,9 @@ def _builder(tfds: Any, name: str) -> Any:
     """The builder of a data set by name, whose files are there."""
     errors = (ValueError, tfds.core.registered.DatasetNotFoundError, AssertionError)
     try:
-        builder = tfds.builder(name, try_gcs=False, file_format="array_record")
+        builder = tfds.builder(name, try_gcs=False)
     except errors as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).partition("Available")[0].split())[:200]
         raise FileNotFoundError(f"tfds:{name}: there is no such data set ({reason}); expected {EXPECTED}") from None
     if not Path(builder.data_path, "dataset_info.json").is_file():
         raise FileNotFoundError(
@@ -97,8 +96,8 @@ def _builder(tfds: Any, name: str) -> Any:
 
 
 def _prepare(name: str) -> str:
-    call = f"tensorflow_datasets.builder({json.dumps(name)}, file_format='array_record').download_and_prepare()"
-    return f'python -c "import tensorflow_datasets; {call}" downloads and writes it'.replace('\\"', "'")
+    call = f"tensorflow_datasets.builder('{name}', file_format='array_record').download_and_prepare()"
+    return f'python -c "import tensorflow_datasets; {call}" downloads and writes it'
 
 
 def _keys(builder: Any) -> tuple[str, str]:
