@@ -39,7 +39,8 @@ class Options:
     frameworks: str = "all"
     """Names with commas between, or all: jax, keras_tensorflow, keras_jax, keras_torch, tensorflow,
     tensorflow_mirrored, tensorflow_ps, tensorflow_ps_async, torch, torch_compiled, torch_ddp, caffe,
-    keras_theano, keras_tensorflow1, tensorflow1, lasagne. jax always runs, as the reference."""
+    keras_theano, keras_tensorflow1, tensorflow1, lasagne. jax always runs, as the reference. Counts may follow, as in
+    torch_ddp:replicas=4, tensorflow_mirrored:replicas=4, tensorflow_ps:workers=3:replicas_to_aggregate=2."""
     data: str | None = None
     """Data set, as for training. Images of another size are resized to what the network was made for."""
     epochs: int = 1
