@@ -39,7 +39,8 @@ class Options:
     frameworks: str = "all"
     """Names with commas between, or all: jax, keras_tensorflow, keras_jax, keras_torch, tensorflow,
     tensorflow_mirrored, tensorflow_ps, tensorflow_ps_async, torch, torch_compiled, torch_ddp, caffe,
-    keras_theano, keras_tensorflow1, tensorflow1, lasagne. jax always runs, as the reference."""
+    keras_theano, keras_tensorflow1, tensorflow1, lasagne. jax always runs, as the reference. Counts may follow, as in
+    torch_ddp:replicas=4, tensorflow_mirrored:replicas=4, tensorflow_ps:workers=3:replicas_to_aggregate=2."""
     data: str | None = None
     """Data set, as for training. Images of another size are resized to what the network was made for."""
     epochs: int = 1
@@ -195,18 +196,25 @@ def reference_name(framework: Framework) -> str:
 
 
 _EXACT = "jax-float64"
+_NUDGED = tuple(f"jax-nudged{i + 1}" for i in range(parity.NUDGES))
 
 
 def references(
-    options: Options, plan: jobs.Plan, chosen: Sequence[Framework], results: dict[str, Result], folder: Path, log: Log
-) -> dict[str, Result]:
-    """The runs of cnnjax with the replicas of other frameworks, one for each kind, and in float64."""
+    options: Options, plan: jobs.Plan, chosen: Sequence[Framework], results: dict[str, Result], folder: Path, log: Log,
+    initial: dict[str, np.ndarray],
+) -> dict[str, Result]:  # fmt: skip
+    """The runs of cnnjax with the replicas of other frameworks, one for each kind, and those that show rounding."""
     found = {"jax": results["jax"]}
     if not options.x64:
-        log("jax-float64: cnnjax in float64, to see how much is rounding")
-        jobs.write(dataclasses.replace(plan, dtype="float64"), folder / "job64")
-        jax = frameworks.FRAMEWORKS["jax"]
-        found[_EXACT] = orchestrate.run(jax, folder / "job64", folder / _EXACT, options.timeout, label=_EXACT)
+        log(f"{_EXACT}, {', '.join(_NUDGED)}: cnnjax in float64 and from nudged weights, to see how much is rounding")
+        jobs.write(dataclasses.replace(plan, dtype="float64"), folder / "job-float64")
+        for seed, name in enumerate(_NUDGED, start=1):
+            jobs.write(plan, folder / name.replace("jax", "job"), parity.nudged(initial, seed))
+        for name in (_EXACT, *_NUDGED):
+            job = folder / name.replace("jax", "job")
+            found[name] = orchestrate.run(
+                frameworks.FRAMEWORKS["jax"], job, folder / name, options.timeout, label=name
+            )  # fmt: skip
     for framework in chosen:
         name = reference_name(framework)
         if name not in found and results[framework.name].status == "ok":
@@ -255,14 +263,17 @@ def parity_table(
     rows: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
 
-    def differences(result: Result, reference: Result) -> parity.Differences:
-        return parity.compare(result, reference, initial, options.optimizer, plan.learning_rates[0])
+    def differences(result: Result, reference: Result, own: dict[str, np.ndarray] | None = None) -> parity.Differences:
+        return parity.compare(result, reference, initial, options.optimizer, plan.learning_rates[0], own)
 
-    rounding = None
+    roundings = []
     if not options.x64 and held[_EXACT].status == "ok":
-        rounding = differences(results["jax"], held[_EXACT])
-        rows["jax"] = {"against": _EXACT, **dataclasses.asdict(rounding), "verdict": "rounding"}
-    limits = parity.limits(plan.dtype, rounding)
+        for seed, name in enumerate(("jax", *_NUDGED)):
+            if held[name].status == "ok":
+                own = parity.nudged(initial, seed) if seed else initial
+                roundings.append(differences(held[name], held[_EXACT], own))
+                rows[name] = {"against": _EXACT, **dataclasses.asdict(roundings[-1]), "verdict": "rounding"}
+    limits = parity.limits(plan.dtype, roundings)
     rows["limit"] = dataclasses.asdict(limits)
     for framework in chosen:
         result, reference = results[framework.name], held.get(reference_name(framework))
@@ -342,9 +353,9 @@ def compare(options: Options) -> bool:
     shown = table.drop(columns="message")
     text = [report.text_table(shown)]
     if options.parity and results["jax"].status == "ok":
-        held = references(options, plan, chosen, results, folder, log)
         with np.load(folder / "job" / "initial_weights.npz") as file:
             initial = {name: file[name] for name in file.files}
+        held = references(options, plan, chosen, results, folder, log, initial)
         differences, failed = parity_table(options, plan, chosen[1:], results, held, initial)
         note = "Largest relative differences from cnnjax."
         if not options.x64:

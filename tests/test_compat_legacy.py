@@ -301,14 +301,7 @@ WRONG = {
 def test_a_wrong_convention_is_caught(tmp_path, mistake):
     name, network, optimizer, dtype, file, before, after = WRONG[mistake]
     needed.needs(name)
-    runners = tmp_path / "runners"
-    runners.mkdir()
-    for path in frameworks.RUNNERS.glob("*.py"):
-        text = path.read_text()
-        if path.name == file:
-            assert text.count(before) == 1
-            text = text.replace(before, after)
-        (runners / path.name).write_text(text)
+    runners = needed.wrong_runners(tmp_path, file, before, after)
     one = plan(network, images=51, dtype=dtype, optimizer=jobs.Optimizer(optimizer), learning_rates=[0.01] * 6)
     found = differences(tmp_path, frameworks.FRAMEWORKS[name], one, runners)
     assert found.beyond(parity.TOLERANCES[dtype])

@@ -119,3 +119,27 @@ def test_names_of_frameworks():
     with pytest.raises(ValueError, match="--frameworks is ','"):
         frameworks.parse(",")
     assert all((frameworks.RUNNERS / one.runner).is_file() for one in frameworks.FRAMEWORKS.values())
+
+
+def test_counts_of_replicas():
+    three, some = frameworks.parse("torch_ddp:replicas=3,tensorflow_ps:workers=3:replicas_to_aggregate=2")
+    assert (three.name, three.exact) == ("torch_ddp-replicas3", True)
+    assert three.options == {"replicas": "3"} and three.reference["mesh"] == "data=3"
+    assert (some.name, some.exact) == ("tensorflow_ps-workers3-replicas_to_aggregate2", False)
+    assert some.options == {"mode": "sync", "workers": "3", "replicas_to_aggregate": "2"}
+    assert frameworks.FRAMEWORKS["torch_ddp"].options == {"replicas": "2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("torch:replicas=2", "torch:replicas is unknown; torch takes none"),
+        ("tensorflow_ps:wokers=3", "tensorflow_ps:wokers is unknown; allowed: workers, replicas_to_aggregate"),
+        ("torch_ddp:replicas=two", "torch_ddp:replicas is 'two'; allowed: a whole number, 1 or more"),
+        ("torch_ddp:replicas", "torch_ddp:replicas is ''; allowed: a whole number"),
+        ("tensorflow_ps:replicas_to_aggregate=3", "replicas_to_aggregate is 3; allowed: 1 to 2"),
+    ],
+)
+def test_impossible_counts_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        frameworks.parse(text)

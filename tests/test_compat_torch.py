@@ -55,15 +55,7 @@ WRONG = {
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_convention_is_caught(tmp_path, mistake):
     needed.needs("torch")
-    runners = tmp_path / "runners"
-    runners.mkdir()
-    file, before, after = WRONG[mistake]
-    for path in frameworks.RUNNERS.glob("*.py"):
-        text = path.read_text()
-        if path.name == file:
-            assert text.count(before) == 1
-            text = text.replace(before, after)
-        (runners / path.name).write_text(text)
+    runners = needed.wrong_runners(tmp_path, *WRONG[mistake])
     optimizer = jobs.Optimizer("adam" if mistake == "epsilon" else "nesterov")
     one = plan(MIXED, images=51, optimizer=optimizer, learning_rates=[0.01] * 6)
     framework = frameworks.FRAMEWORKS["torch_ddp" if "replicas" in mistake else "torch"]
@@ -243,14 +235,7 @@ def test_caffe_is_given_what_cnnjax_trained(tmp_path):
 )
 def test_caffe_files_that_are_wrong_fail_the_run(tmp_path, file, before, after):
     needed.needs("caffe")
-    runners = tmp_path / "runners"
-    runners.mkdir()
-    for path in frameworks.RUNNERS.glob("*.py"):
-        text = path.read_text()
-        if path.name == file:
-            assert text.count(before) == 1
-            text = text.replace(before, after)
-        (runners / path.name).write_text(text)
+    runners = needed.wrong_runners(tmp_path, file, before, after)
     jobs.write(plan(MIXED), tmp_path / "job")
     result = orchestrate.run(CAFFE, tmp_path / "job", tmp_path / "it", 300, runners=runners)
     assert result.status == "failed" and "OpenCV's logits" in result.message

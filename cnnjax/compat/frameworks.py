@@ -22,6 +22,7 @@ class Framework:
         about: One line.
         runner: File in ``runners/``.
         options: What the runner is told.
+        counts: Options that ``--frameworks NAME:OPTION=COUNT`` may set.
         modules: What must be importable.
         install: Command that installs them.
         old: Whether it needs the old interpreter of `cnnjax.compat.legacy`.
@@ -38,6 +39,32 @@ class Framework:
     old: bool = False
     reference: Mapping[str, str] = dataclasses.field(default_factory=dict)
     exact: bool = True
+    counts: tuple[str, ...] = ()
+
+    def with_options(self, given: Mapping[str, str]) -> "Framework":
+        """The same with some of `counts` set, under a name that says so, held against as many replicas.
+
+        Raises:
+            ValueError: If an option is unknown or no count.
+        """
+        if not given:
+            return self
+        for option, value in given.items():
+            if option not in self.counts:
+                allowed = f"allowed: {', '.join(self.counts)}" if self.counts else f"{self.name} takes none"
+                raise ValueError(f"--frameworks: {self.name}:{option} is unknown; {allowed}")
+            if not (value.isdecimal() and int(value)):
+                raise ValueError(f"--frameworks: {self.name}:{option} is {value!r}; allowed: a whole number, 1 or more")
+        replicas = int(given.get("workers", given.get("replicas", 2)))
+        taken = int(given.get("replicas_to_aggregate", replicas))
+        if taken > replicas:
+            raise ValueError(f"--frameworks: {self.name}:replicas_to_aggregate is {taken}; allowed: 1 to {replicas}")
+        return dataclasses.replace(
+            self, name="-".join([self.name, *(f"{option}{value}" for option, value in given.items())]),
+            about=f"{self.about}; {', '.join(f'{option}={value}' for option, value in given.items())}",
+            options=dict(self.options) | dict(given), reference=dict(self.reference) | {"mesh": f"data={replicas}"},
+            exact=self.exact and taken == replicas,
+        )  # fmt: skip
 
     @property
     def interpreter(self) -> Path | None:
@@ -76,21 +103,22 @@ FRAMEWORKS: dict[str, Framework] = {
         Framework("tensorflow", "TensorFlow 2, tf.function", "run_tensorflow.py", {}, ("tensorflow",)),
         Framework(
             "tensorflow_mirrored", "TensorFlow 2, MirroredStrategy over 2 virtual CPU devices", "run_tensorflow.py",
-            {"replicas": "2"}, ("tensorflow",), reference=_TWO_REPLICAS,
+            {"replicas": "2"}, ("tensorflow",), reference=_TWO_REPLICAS, counts=("replicas",),
         ),
         Framework(
             "tensorflow_ps", "TensorFlow 1 cluster on TensorFlow 2: a parameter server and 2 workers, synchronous",
             "run_tensorflow_ps.py", {"mode": "sync"}, ("tensorflow",), reference=_TWO_REPLICAS,
+            counts=("workers", "replicas_to_aggregate"),
         ),
         Framework(
             "tensorflow_ps_async", "the same cluster, each worker updating when it is ready", "run_tensorflow_ps.py",
-            {"mode": "async"}, ("tensorflow",), reference=_TWO_REPLICAS, exact=False,
+            {"mode": "async"}, ("tensorflow",), reference=_TWO_REPLICAS, exact=False, counts=("workers",),
         ),
         Framework("torch", "PyTorch, channels last", "run_torch.py", {}, ("torch",), _TORCH),
         Framework("torch_compiled", "the same through torch.compile", "run_torch.py", {"compile": "1"}, ("torch",),
                   _TORCH),
         Framework("torch_ddp", "PyTorch DistributedDataParallel, 2 processes over gloo", "run_torch.py",
-                  {"replicas": "2"}, ("torch",), _TORCH, reference=_TWO_REPLICAS),
+                  {"replicas": "2"}, ("torch",), _TORCH, reference=_TWO_REPLICAS, counts=("replicas",)),
         Framework("caffe", "trained by cnnjax, written for Caffe, read back by OpenCV", "run_caffe.py", {}, ("cv2",),
                   "pip install 'opencv-python-headless<5'"),
         _old("keras_theano", "Keras 2.3 on Theano 1.0", "run_keras2.py", {"backend": "theano"}),
@@ -102,20 +130,22 @@ FRAMEWORKS: dict[str, Framework] = {
 
 
 def parse(text: str) -> list[Framework]:
-    """Reads ``--frameworks``: names with commas between, or ``all``.
+    """Reads ``--frameworks``: ``all``, or names with commas between, some with counts, as ``torch_ddp:replicas=4``.
 
     Raises:
-        ValueError: Names the part that is no framework, and the nearest that is.
+        ValueError: Names the part that is no framework or option, and the nearest that is.
     """
     if text == "all":
         return list(FRAMEWORKS.values())
     chosen = []
-    for name in dict.fromkeys(filter(None, map(str.strip, text.split(",")))):
+    for part in dict.fromkeys(filter(None, map(str.strip, text.split(",")))):
+        name, *given = part.split(":")
         if name not in FRAMEWORKS:
             near = difflib.get_close_matches(name, FRAMEWORKS, 1)
             hint = f"nearest: {near[0]}; " if near else ""
             raise ValueError(f"--frameworks: {name!r} is unknown; {hint}allowed: all, {', '.join(FRAMEWORKS)}")
-        chosen.append(FRAMEWORKS[name])
+        options = {option: value for option, _, value in (pair.partition("=") for pair in given)}
+        chosen.append(FRAMEWORKS[name].with_options(options))
     if not chosen:
         raise ValueError(f"--frameworks is {text!r}; allowed: all, or names of {', '.join(FRAMEWORKS)}")
     return chosen

@@ -140,8 +140,13 @@ class Plan:
     evaluate: bool = True
 
 
-def write(plan: Plan, path: Path) -> None:
+def write(plan: Plan, path: Path, weights: Mapping[str, np.ndarray] | None = None) -> None:
     """Writes the job directory, which must not exist yet.
+
+    Args:
+        plan: What to train.
+        path: The directory.
+        weights: Initial weights by name; where None, those that the plan's seed gives.
 
     Raises:
         ValueError: If the scaling or the dtype is unknown, or the network cannot take the images.
@@ -172,7 +177,8 @@ def write(plan: Plan, path: Path) -> None:
     for name, array in arrays.items():
         np.save(path / f"{name}.npy", array)
     np.savez(path / "scaling.npz", factor=factor, offset=offset)
-    np.savez(path / "initial_weights.npz", **initial_weights(plan.network, shape, plan.seed))  # type: ignore[arg-type]
+    weights = initial_weights(plan.network, shape, plan.seed) if weights is None else weights
+    np.savez(path / "initial_weights.npz", **weights)  # type: ignore[arg-type]
     (path / "job.json").write_text(json.dumps(job, indent=1) + "\n")
 
 
