@@ -185,8 +185,8 @@ def _frames(form: Form, text_columns: tuple[int, ...]) -> Iterator:
 
 
 def _fault(form: Form, labels: tuple[int, ...], reason: str = "it cannot be read as numbers") -> ValueError:
-    """The error for what pandas could not read."""
-    return fault(form, labels, lambda value: True, "a number") or ValueError(
+    """The error for what pandas could not read; a number too large for it makes objects of a whole column."""
+    return fault(form, labels, lambda value: abs(value) < 2.0**63, RANGES) or ValueError(
         f"{form.path}: {reason}; expected {EXPECTED}"
     )
 

@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import itertools
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -56,7 +57,9 @@ class Form:
 
     def number(self, text: str) -> float | None:
         """The number in a cell, or None."""
-        return number(text.replace(",", ".", 1) if self.decimal == "," else text)
+        if self.decimal == ",":
+            return None if "." in text else number(text.replace(",", ".", 1))
+        return number(text)
 
 
 def look(path: Path) -> Form:
@@ -99,6 +102,11 @@ def look(path: Path) -> Form:
         raise ValueError(
             f"{path}: line {skip + 1} has {len(first_row)} values; expected {len(names)}, as the header in line "
             f"{lines[0][0] + 1} has"
+        )
+    usual = statistics.mode(map(len, rows[start:]))
+    if names is None and len(first_row) != usual:
+        raise ValueError(
+            f"{path}: line {skip + 1} has {len(first_row)} values; expected {usual}, as the next ones have"
         )
     comma = separator != "," and any(_DECIMAL_COMMA.fullmatch(cell.strip()) for row in rows for cell in row)
     return Form(path, separator, "," if comma else ".", skip, names, len(first_row), tuple(first_row))

@@ -35,12 +35,12 @@ def square_shape(pixels: int) -> Shape | None:
 def possible_shapes(pixels: int, most: int = 5) -> list[Shape]:
     """Shapes of this many values, the nearest to a square first; at most 4 times as wide as high or the reverse."""
     found = []
-    for channels in (1, 3, 4, 2):
+    for channels in (1, 3, 4):
         for height in range(2, pixels // channels + 1 if pixels % channels == 0 else 0):
             width, left = divmod(pixels // channels, height)
             if not left and 0.25 <= height / width <= 4:
                 found.append((height, width, channels))
-    ranked = sorted(found, key=lambda s: (abs(math.log(s[0] / s[1])), (1, 3, 4, 2).index(s[2]), s[0]))
+    ranked = sorted(found, key=lambda s: (abs(math.log(s[0] / s[1])), (1, 3, 4).index(s[2]), s[0]))
     return ranked[:most]
 
 
@@ -116,7 +116,7 @@ class Scale:
     @property
     def low(self) -> float:
         """Smallest number that becomes a pixel."""
-        return -self.offset
+        return 0.0 - self.offset
 
     @property
     def high(self) -> float:
