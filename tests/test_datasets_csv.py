@@ -183,7 +183,8 @@ REFUSED = {
         "latin-1"), {}, "is no UTF-8 text"),
     "gzip cut short": (gzip.compress(text().encode())[:-9], {}, "damaged or cut short"),
     "one value a line": ("label\n1\n2\n", {}, "line 2 begins with '1'; expected a row of numbers"),
-    "empty cell": (lines_with(3, f"{IMAGES[1, 4]},", ","), {}, "line 3, column pixel4 is an empty cell; expected a number"),
+    "empty cell": (
+        lines_with(3, f"{IMAGES[1, 4]},", ","), {}, "line 3, column pixel4 is an empty cell; expected a number"),
     "empty cell, no header": (
         lines_with(3, f"{IMAGES[2, 4]},", ",", text(MARGIN, header=False)), {}, "line 3, column 6 is an empty cell"),
     "empty cell after a comment and empty lines": (
@@ -197,32 +198,42 @@ REFUSED = {
     "infinite": (lines_with(2, ",0,", ",inf,"), {}, "line 2, column pixel0 is 'inf'; expected a number"),
     "short row": (lines_with(4, f",{IMAGES[2, 8]}", ""), {}, "line 4 has 9 values; expected 10"),
     "long row": (lines_with(4, f",{IMAGES[2, 8]}", ",1,2"), {}, "line 4 has 11 values; expected 10"),
-    "first row too long": (lines_with(2, ",0,", ",0,0,"), {}, "line 2 has 11 values; expected 10, as the header in line 1"),
+    "first row too long": (
+        lines_with(2, ",0,", ",0,0,"), {}, "line 2 has 11 values; expected 10, as the header in line 1"),
     "first row too short": (lines_with(2, ",0,", ","), {}, "line 2 has 9 values; expected 10, as the header in line 1"),
     "quote that does not end": (lines_with(4, ",", ',"'), {}, "line 4"),
     "below 0": (lines_with(2, ",0,", ",-1,"), {}, "line 2, column pixel0 is -1; expected whole numbers 0 to 255"),
-    "above 255": (lines_with(2, ",0,", ",256,"), {}, "line 2, column pixel0 is 256; .* but pixels here are whole numbers"),
+    "above 255": (
+        lines_with(2, ",0,", ",256,"), {}, "line 2, column pixel0 is 256; .* but pixels here are whole numbers"),
     "very large": (lines_with(2, ",0,", f",{10**30},"), {}, "line 2, column pixel0 is 1000000"),
-    "standardized": (text(np.round((IMAGES - 128) / 60, 3)), {}, "column pixel.* is -.*or -1 to 1, but pixels here are num"),
+    "standardized": (
+        text(np.round((IMAGES - 128) / 60, 3)), {}, "column pixel.* is -.*or -1 to 1, but pixels here are num"),
     "numbers to 3": (text(np.round(IMAGES / 90, 3)), {}, "column pixel.*; expected whole numbers 0 to 255"),
     "no labels": (text(place="none"), {}, "has no labels to train on .*--label-column first or last"),
-    "no labels, no header": (text(place="none", header=False), {}, r"has no labels to train on \(9 columns are just an"),
+    "no labels, no header": (
+        text(place="none", header=False), {}, r"has no labels to train on \(9 columns are just an"),
     "label column none": (text(place="none"), {"label_column": "none"}, "has no labels to train on"),
     "first row too long, no header": (
-        text(TEN, LABELS * 2, header=False).replace("\n", ",1\n", 1), {}, "line 1 has 11 values; expected 10, as the next"),
+        text(TEN, LABELS * 2, header=False).replace("\n", ",1\n", 1), {},
+        "line 1 has 11 values; expected 10, as the next"),
     "either end counts up": (
         text(np.hstack([IMAGES[:, :8], np.array(LABELS)[:, None]]), header=False), {},
-        r"label could be column 1 \(3 values: 0, 1, 2\) or column 10 \(3 values: 0, 1, 2\); expected --label-column first"),
+        r"could be column 1 \(3 values: 0, 1, 2\) or column 10 \(3 values: 0, 1, 2\); expected --label-column first"),
     "both sizes": (
-        text(files.random_images(COUNT, 2, (48,)), header=False), {}, "49 columns are 7,7,1 without a label, or 4,4,3 with"),
-    "not square": (text(IMAGES[:, :8]), {}, "8 values an image make no square image: give --image-shape, such as 2,4,1"),
+        text(files.random_images(COUNT, 2, (48,)), header=False), {},
+        "49 columns are 7,7,1 without a label, or 4,4,3 with"),
+    "not square": (
+        text(IMAGES[:, :8]), {}, "8 values an image make no square image: give --image-shape, such as 2,4,1"),
     "other shape": (text(), {"image_shape": (28, 28, 1)}, "--image-shape is 28,28,1, which is 784 values, but .*3,3,1"),
-    "unknown name": (text(), {"label_column": "kind"}, "--label-column is 'kind', but .* has the columns label, pixel0"),
+    "unknown name": (
+        text(), {"label_column": "kind"}, "--label-column is 'kind', but .* has the columns label, pixel0"),
     "a name, no header": (text(header=False), {"label_column": "kind"}, "has no header; allowed: first, last, none"),
     "two label columns": (lines_with(1, "pixel3", "target"), {}, "the columns label, target could be the label"),
     "one class": (text(labels=[7] * COUNT), {}, "line 2, column label is 7, as all 12 labels for training are"),
-    "one odd label": (lines_with(7, "1,", "x,"), {}, "line 7, column label is 'x'; expected a number, as the others are"),
-    "text for regression": (lines_with(7, "1,", "x,"), {"task": "regression"}, "line 7, column label is 'x'; expected a num"),
+    "one odd label": (
+        lines_with(7, "1,", "x,"), {}, "line 7, column label is 'x'; expected a number, as the others are"),
+    "text for regression": (
+        lines_with(7, "1,", "x,"), {"task": "regression"}, "line 7, column label is 'x'; expected a num"),
     "file names": (
         text(np.vstack([IMAGES] * 10), [f"{i}.png" for i in range(120)]), {}, "120 different labels .* names of images"),
     "many whole numbers": (
