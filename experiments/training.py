@@ -332,6 +332,11 @@ def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
         why = "".join(f" ({note})" for note in splits.notes)
         raise ValueError(f"--data {training.source} has no test images{why}: give --validation-split, such as 0.1")
 
+    if training.task == "regression":
+        raise ValueError(
+            f"{training.source}: its labels are numbers to approach, but networks are trained on classes only: give "
+            "--task classification to take each different number for a class"
+        )
     in_data = len(training.class_names)
     classes = config.classes or in_data
     if classes < in_data:

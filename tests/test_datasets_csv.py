@@ -2,6 +2,7 @@
 
 import csv as python_csv
 import gzip
+import os
 import shlex
 import time
 import tracemalloc
@@ -235,7 +236,8 @@ REFUSED = {
     "text for regression": (
         lines_with(7, "1,", "x,"), {"task": "regression"}, "line 7, column label is 'x'; expected a num"),
     "file names": (
-        text(np.vstack([IMAGES] * 10), [f"{i}.png" for i in range(120)]), {}, "120 different labels .* names of images"),
+        text(np.vstack([IMAGES] * 10), [f"{i}.png" for i in range(120)]), {},
+        "120 different labels .* names of images"),
     "many whole numbers": (
         text(np.vstack([IMAGES] * 10), range(1000, 1120)), {}, "120 different labels .* --task regression would"),
     "noise in colours": (text(COLOURS), {}, "expected --pixel-order channels_last or channels_first"),
@@ -321,7 +323,7 @@ def test_round_trip(data, tmp_path_factory):
     row=st.integers(0, COUNT - 1), column=st.integers(0, 8), cell=st.text(max_size=6), header=st.booleans()
 )
 def test_any_odd_cell_is_named_or_a_number(tmp_path_factory, row, column, cell, header):
-    """A cell is replaced by any text: it is read as the number that Python sees in it, or the message names its place."""
+    """A cell is replaced by any text: it is read as Python's number for it, or the message names its place."""
     hypothesis.assume(not set(cell) & set('\r\n",\0') and "_" not in cell and cell.isascii() and "\\" not in cell)
     rows = [[str(v) for v in image] for image in IMAGES.tolist()]
     rows[row][column] = cell
@@ -483,7 +485,8 @@ def test_files_as_people_have_them(name):
     """Runs where a folder ``csv`` with these two lies beside the folder in $CNNJAX_DATA, or in it."""
     path = next((p / name for p in (SHARED, Path(files._GIVEN) / "csv") if (p / name).is_file()), None)
     if path is None:
-        pytest.skip(f"there is no {name} beside or in CNNJAX_DATA={files._GIVEN!r}")
+        stop = pytest.fail if os.environ.get("CNNJAX_STRICT") == "1" else pytest.skip
+        stop(f"there is no {name} beside or in CNNJAX_DATA={files._GIVEN!r}")
     rows = by_hand(path)
     if name.startswith("header"):
         pixels = [[int(cell) for cell in row[1:]] for row in rows[1:]]
