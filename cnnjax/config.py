@@ -22,8 +22,19 @@ class TrainConfig:
     network: str = "cifar10_slim"
     """Name of the network; `python -m cnnjax.networks` lists them."""
     data: str | None = None
-    """Data set: a file, folder or .tar.gz; READER:PATH (cifar10:, cifar100:, idx:); or cifar10, cifar100, mnist,
-    digits. Default: $CNNJAX_DATA, then data/downloads/, then a download, then the shipped digits."""
+    """Data set: a file, folder or .tar.gz; READER:PATH (cifar10:, cifar100:, idx:, csv:, npz:, folder:, tfds:); or
+    cifar10, cifar100, mnist, digits. Default: $CNNJAX_DATA, then data/downloads/, then a download, then the shipped
+    digits."""
+    image_shape: str | None = None
+    """Height, width and channels of the images, such as 28,28,1: of those in a CSV or .npz file, where the number of
+    columns does not say it; or to which images in folders and the shipped digits are resized."""
+    pixel_order: Literal["channels_last", "channels_first"] | None = None
+    """Whether the colours of a pixel lie together in a CSV or .npz file, or each colour is a plane. Default: as makes
+    the smoother images."""
+    label_column: str | None = None
+    """Column of a CSV file with the labels: a name, first, last, or none. Default: by its name, else by its values."""
+    task: Literal["classification", "regression"] | None = None
+    """Whether labels are classes or numbers to approach. Default: numbers where some have fractions, else classes."""
     mesh: str = "data=1"
     """Device layout, AXIS=SIZE[,AXIS=SIZE...]: data splits each batch; fsdp splits the batch, the parameters and the
     optimiser's state; model splits channels and features; space splits image rows; pipe puts stages of layers on
@@ -182,6 +193,7 @@ class TrainConfig:
         need(not (self.resume and self.overwrite), "overwrite", "not together with --resume")
         need(self.devices is None or self.explain, "devices", "only together with --explain")
         need(self.stale >= 0, "stale", "0 or more")
+        parse_image_shape(self.image_shape)
         parse_aggregate(self.aggregate)
         parse_interval(self.checkpoint_every)
         together = ("coordinator", "num_processes", "process_id")
@@ -223,6 +235,7 @@ FIXED_ON_RESUME = (
     *("b1", "b2", "eps", "schedule", "warmup_epochs", "decay_epochs", "decay_rate", "time_decay", "staircase"),
     *("weight_decay", "weight_decay_kind", "microbatches", "bn_scope"),
     *("aggregate", "stale"),
+    *("image_shape", "pixel_order", "label_column", "task"),
     *("label_smoothing", "ema", "scaling", "flip", "crop_padding", "crop_to", "brightness", "contrast", "dtype", "x64"),
 )
 
@@ -230,6 +243,20 @@ FIXED_ON_RESUME = (
 def flag(field: str) -> str:
     """The command line flag of a field."""
     return "--" + field.replace("_", "-")
+
+
+def parse_image_shape(text: str | None) -> tuple[int, int, int] | None:
+    """Reads ``28,28,1`` into ``(28, 28, 1)``; None stays None.
+
+    Raises:
+        ValueError: If the text is no such shape.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"0*([1-9]\d{0,4}),0*([1-9]\d{0,4}),0*([1-9]\d?)", text.replace(" ", ""), re.ASCII)
+    if match is None:
+        raise ValueError(f"--image-shape is {text!r}; allowed: HEIGHT,WIDTH,CHANNELS, such as 28,28,1")
+    return int(match[1]), int(match[2]), int(match[3])
 
 
 def parse_aggregate(text: str | None) -> tuple[int, int] | None:

@@ -406,7 +406,8 @@ class Fit:
             self.checkpoints.wait()
             return Result(self.step, stopped_by=self.signal)
         if self.folder.writes:
-            metrics.write_predictions(self.folder.path / "predictions.csv", tested.predicted_N.tolist())
+            labels = self.test.written_labels(tested.predicted_N)
+            metrics.write_predictions(self.folder.path / "predictions.csv", labels)
         self.checkpoints.wait()
         if self.trained_s:
             share = self.waited_s / self.trained_s

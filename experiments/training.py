@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import tyro
 
 from cnnjax import networks
-from cnnjax.config import TrainConfig, UsageError, flag, parse_aggregate
+from cnnjax.config import TrainConfig, UsageError, flag, parse_aggregate, parse_image_shape
 
 Presets = Mapping[str, TrainConfig]
 Options = TypeVar("Options")
@@ -210,11 +210,16 @@ def _train(
         )  # fmt: skip
         partition.check_layout(config.strategy, layout)
         quiet = config.quiet or not processes.first
+        read_options = datasets.ReadOptions(
+            parse_image_shape(config.image_shape), config.pixel_order, config.label_column, config.task
+        )
         found = processes.first_then_others(
-            lambda: datasets.load(config.data, default=default_data, image_shape=default_shape, quiet=quiet)
+            lambda: datasets.load(
+                config.data, default=default_data, image_shape=default_shape, options=read_options, quiet=quiet
+            )
         )
         splits = found.splits
-        options = fill(splits.train.name)
+        options = {**fill(splits.train.name), **splits.read_as}
         if config.crop_to is not None:
             options["crop_padding"] = 0  # one crop or the other
         open_options = {name: value for name, value in options.items() if getattr(config, name) in (None, "auto")}
@@ -252,6 +257,8 @@ def _train(
     with contextlib.closing(run):
         for note in found.notes:
             console.warn(note)
+        for line in splits.said:
+            console.say(line)
         console.say(f"{config.network} on {splits.train.name}: {len(training):,} training images, "
                     f"{len(validation):,} for validation, from {splits.train.source}")  # fmt: skip
         console.say(mesh_line + (f", of {processes.count} processes" if processes.count > 1 else ""))
@@ -322,8 +329,14 @@ def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
             raise ValueError(f"--validation-split is {config.validation_split}: {error}") from None
         training, validation = training.subset(kept), training.subset(held_out)
     elif validation is None:
-        raise ValueError(f"--data {training.source} has no test images: give --validation-split, such as 0.1")
+        why = "".join(f" ({note})" for note in splits.notes)
+        raise ValueError(f"--data {training.source} has no test images{why}: give --validation-split, such as 0.1")
 
+    if training.task == "regression":
+        raise ValueError(
+            f"{training.source}: its labels are numbers to approach, but networks are trained on classes only: give "
+            "--task classification to take each different number for a class"
+        )
     in_data = len(training.class_names)
     classes = config.classes or in_data
     if classes < in_data:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import dataset_files as files
 import numpy as np
+import PIL.Image
 import pytest
 
 from cnnjax.datasets import READERS, Splits, load, reader_names
@@ -105,8 +106,62 @@ def archived(write, top: str, name: str = "archive.tar.gz", give: str = "file"):
     return write_archive
 
 
+PEOPLE = {
+    "train": files.random_images(4, 5, (5, 5))[..., np.newaxis],
+    "train_labels": [0, 1, 0, 1],
+    "test": files.random_images(2, 6, (5, 5))[..., np.newaxis],
+    "test_labels": [1, 0],
+    "classes": ("0", "1"),
+}
+PEOPLE["train"][0, 0, 0] = 255  # so that the range can be told
+
+
+def people(write):
+    """A data set of one's own, by a function of the folder, the name of the part, its images and its labels."""
+
+    def write_parts(folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        for part in ("train", "test"):
+            write(folder, part, PEOPLE[part], PEOPLE[f"{part}_labels"])
+        return folder
+
+    return write_parts
+
+
+def csv_part(folder: Path, part: str, images_NHWC: np.ndarray, labels: list[int]) -> None:
+    rows = [[label, *image.ravel()] for label, image in zip(labels, images_NHWC, strict=True)]
+    header = ",".join(["label", *(f"pixel{i}" for i in range(images_NHWC[0].size))])
+    (folder / f"{part}.csv").write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]))
+
+
+def png_part(folder: Path, part: str, images_NHWC: np.ndarray, labels: list[int]) -> None:
+    for number, (label, image) in enumerate(zip(labels, images_NHWC, strict=True)):
+        place = folder / part / str(label)
+        place.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(image[..., 0]).save(place / f"{number}.png")
+
+
+def npz(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    arrays = {f"{name}_{part}": PEOPLE[key] for part in ("train", "test")
+              for name, key in (("x", part), ("y", f"{part}_labels"))}  # fmt: skip
+    np.savez(folder / "digits.npz", **arrays)
+    return folder / "digits.npz"
+
+
+# A folder of class folders is read class by class.
+SORTED_PEOPLE = PEOPLE | {
+    "train": PEOPLE["train"][[0, 2, 1, 3]],
+    "train_labels": [0, 0, 1, 1],
+    "test": PEOPLE["test"][[1, 0]],
+    "test_labels": [0, 1],
+}
+
 # id: (reader, writer, what is expected)
 CASES = {
+    "csv": ("csv", people(csv_part), PEOPLE | {"name": "given"}),
+    "npz": ("npz", npz, PEOPLE | {"name": "digits"}),
+    "folder": ("folder", people(png_part), SORTED_PEOPLE | {"name": "given"}),
     "cifar10-bin": ("cifar10", cifar10_binary, EXPECTED10),
     "cifar10-bin-parent": ("cifar10", inside(cifar10_binary, "cifar-10-batches-bin"), EXPECTED10),
     "cifar10-bin-odd-parent": ("cifar10", inside(cifar10_binary, "my images"), EXPECTED10),
@@ -169,7 +224,8 @@ def test_reader(case, tmp_path):
 
 
 def test_every_reader_has_a_case():
-    assert {reader.name for reader in READERS} == {reader for reader, _, _ in CASES.values()}
+    # tfds needs another package, and has its own.
+    assert {reader.name for reader in READERS} == {"tfds"} | {reader for reader, _, _ in CASES.values()}
     assert set(reader_names()) >= {reader.name for reader in READERS}
 
 

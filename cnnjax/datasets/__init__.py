@@ -1,6 +1,6 @@
 """Readers of image data sets, and the search for the one that is meant. NumPy only: JAX is not needed to read files."""
 
-from cnnjax.datasets.base import Dataset, Splits
+from cnnjax.datasets.base import Dataset, ReadOptions, Splits
 from cnnjax.datasets.search import READERS, Found, Reader, load, reader_names
 
-__all__ = ["READERS", "Dataset", "Found", "Reader", "Splits", "load", "reader_names"]
+__all__ = ["READERS", "Dataset", "Found", "ReadOptions", "Reader", "Splits", "load", "reader_names"]

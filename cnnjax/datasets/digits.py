@@ -5,7 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from cnnjax.datasets.base import Dataset, Splits
-from cnnjax.datasets.csv import read_labelled
+from cnnjax.datasets.csv import read_table
+from cnnjax.datasets.csv_columns import Columns
+from cnnjax.datasets.csv_form import look
 from cnnjax.datasets.files import DATA
 from cnnjax.datasets.resize import resize
 
@@ -34,8 +36,9 @@ def load_digits(image_shape: tuple[int, int, int] = (32, 32, 3), folder: Path = 
 def _load(path: Path, image_shape: tuple[int, int, int]) -> Dataset:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the digits shipped with cnnjax in {path.parent}")
-    digits = read_labelled(path, "digits", _MAX_VALUE)
+    table = read_table(look(path), Columns((8, 8, 1), (0,), ""))
     height, width, channels = image_shape
-    grey_NHW = resize(digits.images_NHWC[..., 0] * np.float32(255 / _MAX_VALUE), height, width)
+    grey_NHW = resize(table.values_NP.reshape(-1, 8, 8) * np.float32(255 / _MAX_VALUE), height, width)
     grey_NHWC = np.rint(grey_NHW).astype(np.uint8)[..., np.newaxis]
-    return Dataset("digits", np.repeat(grey_NHWC, channels, axis=-1), digits.labels_N, digits.class_names, str(path))
+    labels_N = np.asarray(table.labels).astype(np.int32)
+    return Dataset("digits", np.repeat(grey_NHWC, channels, axis=-1), labels_N, tuple("0123456789"), str(path))

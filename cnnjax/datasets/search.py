@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from cnnjax.datasets import cifar, idx
-from cnnjax.datasets.base import Splits
+from cnnjax.datasets import cifar, csv, folder, idx, npz, tfds
+from cnnjax.datasets.base import ReadOptions, Splits
 from cnnjax.datasets.digits import load_digits
 from cnnjax.datasets.download import CIFAR10_FILES, CIFAR100_FILES, MNIST_FILES, DownloadError, RemoteFile, download
-from cnnjax.datasets.files import DOWNLOADS, file_beginning, holds
+from cnnjax.datasets.files import DATA, DOWNLOADS, file_beginning, holds
 
 _VARIABLE = "CNNJAX_DATA"
 _DIGITS = "digits"
@@ -24,13 +24,34 @@ class Reader:
         name: What to write before the colon in ``--data name:path``.
         title: Name for messages.
         detect: Whether such files are at a path. It looks at names and first bytes only.
-        read: Reads them.
+        read: Reads them; those that take options take them as the second argument.
+        takes: Which of the `ReadOptions` mean something for such files.
     """
 
     name: str
     title: str
     detect: Callable[[Path], bool]
-    read: Callable[[Path], Splits]
+    read: Callable[..., Splits]
+    takes: tuple[str, ...] = ("task",)
+
+    def open(self, path: Path, options: ReadOptions) -> Splits:
+        """Reads files with what the user says of them.
+
+        Raises:
+            ValueError: If that means nothing for such files, or for the reasons of ``read``.
+        """
+        for option, value in options.flags().items():
+            if option not in self.takes:
+                name = "--" + option.replace("_", "-")
+                allowed = ", ".join(reader.name for reader in READERS if option in reader.takes)
+                raise ValueError(f"{name} is {value}, but {self.title} says that itself; allowed with: {allowed}")
+        if self.takes != ("task",):
+            return self.read(path, options)
+        splits = self.read(path)
+        if options.task != "regression":
+            return splits
+        test = splits.test and splits.test.as_regression()
+        return dataclasses.replace(splits, train=splits.train.as_regression(), test=test)
 
 
 # Without a name, every reader that detects its files is a candidate. A new format is one more line.
@@ -38,6 +59,10 @@ READERS = (
     Reader("cifar10", "CIFAR-10", cifar.detect_cifar10, cifar.read_cifar10),
     Reader("cifar100", "CIFAR-100", cifar.detect_cifar100, cifar.read_cifar100),
     Reader("idx", "IDX (MNIST)", idx.detect, idx.read),
+    Reader("csv", "CSV", csv.detect, csv.read, ("image_shape", "pixel_order", "label_column", "task")),
+    Reader("npz", "NumPy .npz", npz.detect, npz.read, ("image_shape", "pixel_order", "task")),
+    Reader("folder", "a folder of images for each class", folder.detect, folder.read, ("image_shape", "task")),
+    Reader("tfds", "TensorFlow Datasets", tfds.detect, tfds.read),
 )
 
 
@@ -83,6 +108,7 @@ def load(
     *,
     default: str = "cifar10",
     image_shape: tuple[int, int, int] = (32, 32, 3),
+    options: ReadOptions | None = None,
     quiet: bool = False,
     downloads: Path = DOWNLOADS,
 ) -> Found:
@@ -93,7 +119,8 @@ def load(
             the downloads, then to be downloaded; ``digits`` for those shipped; or None, to look for ``default`` in the
             same way, with the shipped digits where it cannot be downloaded.
         default: Name of the data set to look for when ``data`` is None, and to prefer in a folder with several.
-        image_shape: Height, width and channels of the shipped digits.
+        image_shape: Height, width and channels of the shipped digits, unless ``options`` has others.
+        options: What the user says of the files.
         quiet: Whether to leave out the progress bar of a download.
         downloads: Folder of downloaded files.
 
@@ -107,28 +134,33 @@ def load(
     if default != _DIGITS and default not in KNOWN:
         raise ValueError(f"data set {default!r} is unknown; expected one of {', '.join([*KNOWN, _DIGITS])}")
     name = default if data is None else data
+    options = options or ReadOptions()
+    shipped = dataclasses.replace(options, image_shape=None)
+    digits = Reader(_DIGITS, "the shipped digits", lambda path: False, lambda path: load_digits(image_shape))
+    image_shape = options.image_shape or image_shape
     if name == _DIGITS:
-        return Found(load_digits(image_shape))
+        return Found(digits.open(DATA, shipped))
     if name in KNOWN:
         try:
-            return Found(_search(KNOWN[name], quiet, downloads))
+            return Found(_search(KNOWN[name], options, quiet, downloads))
         except _NotDownloadedError as error:
             if data is not None:
                 raise FileNotFoundError(f"{error}. Give --data PATH or set {_VARIABLE}") from None
             height, width, channels = image_shape
-            splits = load_digits(image_shape)
+            splits = digits.open(DATA, shipped)
             count = len(splits.train) + (len(splits.test) if splits.test else 0)
             size = f"{height}x{width}x{channels}"
             standing_in = f"training on the {count:,} digits shipped with cnnjax, resized to {size}"
             return Found(splits, (f"{error}: {standing_in}. Give --data PATH or set {_VARIABLE}.",))
-    return Found(_read_named(name, default))
+    splits = _read_named(name, default, options)
+    return Found(splits, splits.notes)
 
 
 class _NotDownloadedError(Exception):
     """A known data set is neither on this machine nor to be had."""
 
 
-def _search(known: KnownSet, quiet: bool, downloads: Path) -> Splits:
+def _search(known: KnownSet, options: ReadOptions, quiet: bool, downloads: Path) -> Splits:
     """Look for a known data set in each place in turn."""
     reader = known.reader
     if given := os.environ.get(_VARIABLE):
@@ -140,11 +172,11 @@ def _search(known: KnownSet, quiet: bool, downloads: Path) -> Splits:
             raise FileNotFoundError(
                 f"{_VARIABLE}={given}: {_contents(folder)}; expected one that is or has {known.title}"
             )
-        return reader.read(folder)
+        return reader.open(folder, options)
     present = [file for file in known.files if (downloads / file.target).exists()]
     # Between the first and the last file of a broken-off download there is a data set, but not a whole one.
     if len(present) in (0, len(known.files)) and reader.detect(downloads):
-        return reader.read(downloads)
+        return reader.open(downloads, options)
     try:
         download(known.files, downloads, quiet)
     except DownloadError as error:
@@ -152,17 +184,17 @@ def _search(known: KnownSet, quiet: bool, downloads: Path) -> Splits:
         raise _NotDownloadedError(
             f"{known.title} was not found ({looked}) and could not be downloaded ({error})"
         ) from None
-    return reader.read(downloads)
+    return reader.open(downloads, options)
 
 
-def _read_named(data: str, default: str) -> Splits:
+def _read_named(data: str, default: str, options: ReadOptions) -> Splits:
     """Read ``reader:path``, or a path by the reader that fits."""
     name, colon, rest = data.partition(":")
     if colon and name in reader_names():
         if not rest:
             raise ValueError(f"--data {data}: no path after the colon; expected {name}:PATH")
         reader = KNOWN[name].reader if name in KNOWN else _BY_NAME[name]
-        return reader.read(Path(rest).expanduser())
+        return reader.open(Path(rest).expanduser(), options)
     path = Path(data).expanduser()
     if not data or not path.exists():
         names = ", ".join([*KNOWN, _DIGITS])
@@ -181,7 +213,7 @@ def _read_named(data: str, default: str) -> Splits:
             f"--data {fitting[0].name}:{data}"
         )
     if fitting:
-        return fitting[0].read(path)
+        return fitting[0].open(path, options)
     titles = ", ".join(reader.title for reader in READERS)
     parent = path.resolve().parent
     in_parent = [reader.title for reader in READERS if path.is_file() and reader.detect(parent)]
