@@ -202,6 +202,11 @@ REFUSED = {
     "first row too long": (
         lines_with(2, ",0,", ",0,0,"), {}, "line 2 has 11 values; expected 10, as the header in line 1"),
     "first row too short": (lines_with(2, ",0,", ","), {}, "line 2 has 9 values; expected 10, as the header in line 1"),
+    "separator at the end of each line": (
+        text(end=",\n"), {}, "line 2 ends with an empty cell, behind a last ','; expected a value in each"),
+    "column of texts": (
+        "\n".join(f"file,{line}" if not i else f"{i}.png,{line}" for i, line in enumerate(text(place=3).splitlines())),
+        {}, r"has 11 columns, of which column file begins with '1\.png'"),
     "quote that does not end": (lines_with(4, ",", ',"'), {}, "line 4"),
     "below 0": (lines_with(2, ",0,", ",-1,"), {}, "line 2, column pixel0 is -1; expected whole numbers 0 to 255"),
     "above 255": (

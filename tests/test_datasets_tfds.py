@@ -116,5 +116,12 @@ def test_what_is_not_there_is_named_with_the_way_to_get_it(tmp_path):
 @pytest.mark.compat
 def test_names(home, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(home))
+    for name in ("tiny", "tiny:1.0.0"):
+        train = load(f"tfds:{name}").splits.train
+        assert (train.name, len(train), train.source) == ("tiny", 30, str(home / "tiny" / "1.0.0"))
+    with pytest.raises(
+        FileNotFoundError, match=r"tfds:mnist: not found in .*builder\('mnist', file_format='array_record'"
+    ):
+        load("tfds:mnist")
     with pytest.raises(FileNotFoundError, match="tfds:nonesuch: there is no such data set"):
         load("tfds:nonesuch")

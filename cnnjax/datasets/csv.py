@@ -18,7 +18,7 @@ from cnnjax.datasets.csv_columns import PLACES, Columns, choose_label, find_colu
 from cnnjax.datasets.csv_form import EXPECTED, SPACES, Form, fault, line_of, look
 from cnnjax.datasets.files import GZIP_ERRORS, damaged, holds, is_gzip
 from cnnjax.datasets.labels import Encoded, encode
-from cnnjax.datasets.pixels import RANGES, Extent, Scale, arrange, extent, find_scale, guess_order, limits
+from cnnjax.datasets.pixels import RANGES, Extent, Scale, arrange, extent, find_scale, guess_order, limits, shared_scale
 
 _SUFFIX = r"\.(csv|tsv)(\.gz)?"
 _TRAIN = re.compile(rf"(.*[-_. ])?train(ing)?{_SUFFIX}", re.IGNORECASE)
@@ -239,12 +239,11 @@ def _common_scale(parts: list[Table]) -> Scale:
     if scale is None:
         raise _outside(train, *limits(train.extent), f"{RANGES}, but pixels here are {train.extent}")
     for part in parts[1:]:
-        together = find_scale(train.extent | part.extent)
-        both_whole = train.extent.whole and part.extent.whole
-        if together is None or (together != scale and not both_whole):
+        together = shared_scale(train.extent, part.extent)
+        if together is None and not scale.low <= part.extent.low <= part.extent.high <= scale.high:
             expected = f"{scale.low:g} to {scale.high:g}, as in {train.form.path.name}"
             raise _outside(part, scale.low, scale.high, expected)
-        if not part.extent.whole and part.extent.high <= 1 < scale.high:
+        if together is None:
             raise ValueError(
                 f"{part.form.path}: pixels are {part.extent}, but those of {train.form.path.name} are {train.extent}; "
                 "expected the same range"

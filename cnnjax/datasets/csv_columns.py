@@ -42,7 +42,7 @@ def find_columns(form: Form, options: ReadOptions) -> Columns:
     if label == "none" or (label is None and shape is not None and shape_size(shape) == count):
         return Columns(_shape(form, count, shape), (), why or "no column is left for a label")
     if label is not None:
-        return Columns(_shape(form, count - 1, shape), (int(label),), why)
+        return Columns(_shape(form, count - 1, shape, int(label)), (int(label),), why)
     ends = (inner[0], inner[-1])
     if shape is not None:
         return Columns(_shape(form, count - 1, shape), ends, "")
@@ -59,7 +59,8 @@ def find_columns(form: Form, options: ReadOptions) -> Columns:
     if beside:
         return Columns(beside, ends, "")
     raise ValueError(
-        f"{form.path}: has {count} columns; with a label, {ask_for_shape(count - 1)}; without, {ask_for_shape(count)}"
+        f"{form.path}: has {count} columns{_texts(form, inner)}; with a label, {ask_for_shape(count - 1)}; without, "
+        f"{ask_for_shape(count)}"
     )
 
 
@@ -195,11 +196,18 @@ def _odd_one(names: Sequence[str]) -> int | None:
     return None
 
 
-def _shape(form: Form, pixels: int, given: Shape | None) -> Shape:
+def _texts(form: Form, columns: Sequence[int]) -> str:
+    """What stands in columns that are no pixels, in words; nothing where there is none."""
+    found = [i for i in columns if i not in form.id_columns and form.number(form.first_row[i]) is None]
+    return f", of which {form.column(found[0])} begins with {form.first_row[found[0]][:30]!r}" if found else ""
+
+
+def _shape(form: Form, pixels: int, given: Shape | None, label: int | None = None) -> Shape:
     if given is None:
         found = square_shape(pixels)
         if found is None:
-            raise ValueError(f"{form.path}: has {form.columns} columns; {ask_for_shape(pixels)}")
+            texts = _texts(form, [index for index in range(form.columns) if index != label])
+            raise ValueError(f"{form.path}: has {form.columns} columns{texts}; {ask_for_shape(pixels)}")
         return found
     if shape_size(given) != pixels:
         usual = square_shape(pixels)

@@ -108,6 +108,10 @@ def look(path: Path) -> Form:
         raise ValueError(
             f"{path}: line {skip + 1} has {len(first_row)} values; expected {usual}, as the next ones have"
         )
+    if not first_row[-1].strip() and (names is None or not names[-1]):
+        raise ValueError(
+            f"{path}: line {skip + 1} ends with an empty cell, behind a last {separator!r}; expected a value in each"
+        )
     comma = separator != "," and any(_DECIMAL_COMMA.fullmatch(cell.strip()) for row in rows for cell in row)
     return Form(path, separator, "," if comma else ".", skip, names, len(first_row), tuple(first_row))
 

@@ -19,6 +19,8 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", "
 _TRAIN = ("train", "training")
 _TESTS = ("test", "testing", "val", "valid", "validation")
 _GREY = ("1", "L", "LA", "La")
+# What Pillow raises for a file that is cut short or changed.
+_DAMAGED = (OSError, ValueError, SyntaxError, EOFError, IndexError)
 _READ = (*_GREY, "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 
 
@@ -147,8 +149,11 @@ def _common_shape(files: list[Path], given: Shape | None) -> tuple[Shape, str]:
     sizes: dict[tuple[int, int], Path] = {}
     for file in files:
         with _open(file) as image:
-            # Turned by a quarter, width and height change places.
-            turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+            try:
+                # Turned by a quarter, width and height change places.
+                turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+            except _DAMAGED as error:
+                raise _damaged(file, error) from None
             size = image.size if turned else image.size[::-1]
             sizes.setdefault(size, file)
             colour = colour or image.mode not in _GREY
@@ -177,7 +182,7 @@ def _pixels(file: Path, shape: Shape) -> np.ndarray:
             if upright.mode in ("P", "PA", "LA", "La", "RGBa"):
                 upright = upright.convert("RGBA")
             pixels_HWC = np.asarray(upright.convert("L" if channels == 1 else "RGB"))
-        except (OSError, ValueError, SyntaxError, EOFError, IndexError) as error:
+        except _DAMAGED as error:
             raise _damaged(file, error) from None
     if channels == 1:
         pixels_HWC = pixels_HWC[..., np.newaxis]

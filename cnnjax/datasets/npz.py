@@ -12,13 +12,12 @@ from cnnjax.datasets.files import file_beginning
 from cnnjax.datasets.labels import encode
 from cnnjax.datasets.pixels import (
     RANGES,
-    Extent,
     arrange,
     ask_for_shape,
     extent,
-    find_scale,
     guess_order,
     shape_size,
+    shared_scale,
     square_shape,
 )
 
@@ -70,8 +69,8 @@ def read(path: Path, options: ReadOptions | None = None) -> Splits:
     for (name, _, _), found in zip(parts, extents, strict=True):
         if not np.isfinite([found.low, found.high]).all():
             raise ValueError(f"{path}: {name} holds values that are no numbers (NaN or infinite); expected {RANGES}")
-    scale = find_scale(_all(extents))
-    if scale is None or len({find_scale(found) for found in extents if not found.whole}) > 1:
+    scale = shared_scale(extents[0], extents[-1])
+    if scale is None:
         held = " and ".join(f"{name} holds {found}" for (name, _, _), found in zip(parts, extents, strict=True))
         raise ValueError(f"{path}: {held}; expected {RANGES}, the same for all")
     encoded = encode(
@@ -93,9 +92,11 @@ def read(path: Path, options: ReadOptions | None = None) -> Splits:
 def _load(path: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Name, images and labels of the training set and, where there is one, of the test set."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise ValueError("it is one array without names")
+        with path.open("rb") as stream:
+            if stream.read(4) != b"PK\x03\x04":  # NumPy would take it for a pickle
+                raise ValueError("it is no such file")
+            stream.seek(0)
+            arrays = np.load(stream, allow_pickle=False)
             names = {name.lower(): name for name in arrays.files}
             found = [pair for pair in _TRAIN if pair[0] in names and pair[1] in names][:1]
             found += [pair for pair in _TEST if pair[0] in names and pair[1] in names][: len(found)]
@@ -156,10 +157,3 @@ def _labels(place: str, y: np.ndarray, images: int) -> np.ndarray:
     if y.ndim != 1 or y.dtype.kind not in "uifbUS" or len(y) != images:
         raise ValueError(f"{place} are {y.dtype} {list(y.shape)}; expected one label for each of {images} images")
     return y.astype(np.int64) if y.dtype == np.bool_ else y
-
-
-def _all(extents: list[Extent]) -> Extent:
-    together = extents[0]
-    for other in extents[1:]:
-        together |= other
-    return together

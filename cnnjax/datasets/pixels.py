@@ -165,6 +165,15 @@ def find_scale(found: Extent) -> Scale | None:
     return None
 
 
+def shared_scale(train: Extent, other: Extent) -> Scale | None:
+    """The scale that suits the training set and another part of a data set; None where their ranges differ."""
+    scale, together = find_scale(train), find_scale(train | other)
+    if scale is None or together is None or (together != scale and not (train.whole and other.whole)):
+        return None
+    # Fractions up to 1 beside pixels up to 255 would all become 0 or 1.
+    return None if not other.whole and other.high <= 1 < scale.high else together
+
+
 def limits(found: Extent) -> tuple[float, float]:
     """Between which numbers values would have to lie, where `find_scale` gives None, to find one that does not."""
     if found.low < 0:
