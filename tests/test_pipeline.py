@@ -125,7 +125,7 @@ MESHES = ["pipe=2", "pipe=3", "data=2,pipe=2", "data=2,model=2,pipe=2", "fsdp=2,
     [
         *(("cifar10_slim", mesh, (32, 32, 3), 4, 8) for mesh in MESHES),
         *(("cnn2d_3layer_fullconnected_3layer", mesh, (24, 24, 3), 4, 8) for mesh in MESHES),
-        ("resnet18_cifar", "data=2,pipe=2", (8, 8, 3), 1, 4),
+        ("resnet18_cifar", "data=2,pipe=2", (16, 16, 3), 1, 8),
     ],
 )
 def test_registered_networks_equal_one_device(x64, network, mesh, shape, count, samples):
