@@ -179,7 +179,7 @@ def batch_moments(
         rows: How image rows are split, where they are.
 
     Returns:
-        Mean and variance, each ``[C]``, in at least float32.
+        Mean and variance, each ``[C]``, in at least float32; 0 and 1 where no sample counts.
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     dims = tuple(range(x.ndim - 1))
@@ -191,10 +191,13 @@ def batch_moments(
     if rows is not None:
         weight = weight * rows.valid()[:, None, None].astype(x.dtype)
         positions, sum_axes = rows.height * x.shape[2], (*axes, rows.axis)
-    count = jnp.maximum(psum(jnp.sum(weight_B.astype(x.dtype)), axes), 1) * positions
+    samples = psum(jnp.sum(weight_B.astype(x.dtype)), axes)
+    count = jnp.maximum(samples, 1) * positions
     # Two passes: the mean of squares minus the square of the mean loses all digits on raw 0-255 inputs.
     mean = psum(jnp.sum(weight * x, dims), sum_axes) / count
-    return mean, psum(jnp.sum(weight * jnp.square(x - mean), dims), sum_axes) / count
+    var = psum(jnp.sum(weight * jnp.square(x - mean), dims), sum_axes) / count
+    # A variance of 0 would multiply the padding by 300 in each layer until it overflows, and 0 * inf is no gradient.
+    return mean, jnp.where(samples > 0, var, 1)
 
 
 def psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -42,6 +42,25 @@ def reference_loss(network, params, stats, one, smoothing=0.0):
     return (losses * one["weight"]).sum() / one["weight"].sum()
 
 
+@pytest.mark.parametrize("mesh", ["data=1", "data=2"])
+def test_a_micro_batch_of_padding_alone_changes_nothing(mesh):
+    """In float32 and deep enough that a factor of 300 a layer, that of a variance of 0, would overflow."""
+    layers = (layer for _ in range(16) for layer in (Conv(3, padding="SAME", use_bias=False), BatchNorm(), Relu()))
+    network = (*layers, Flatten(), Dense(4))
+    padded = batch(12, valid=8)
+    short = {name: values[:8] for name, values in padded.items()}
+    results = []
+    for parts, one in ((3, padded), (2, short)):
+        where = Layout(partition.make_mesh(mesh)[0], microbatches=parts)
+        steps = compile_steps(recipe(network), where, SHAPE)
+        rows = where.rows(len(one["weight"]))
+        placed = {name: values[rows] for name, values in one.items()} | {"weight": one["weight"][rows] * (rows >= 0)}
+        state, metrics = steps.train(steps.init(), jax.device_put(placed, where.batch_sharding))
+        results.append(jax.device_get((state.params, state.batch_stats, metrics)))
+    assert results[0][2]["count"] == 8 and np.isfinite(results[0][2]["grad_norm"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), *results)
+
+
 @pytest.mark.parametrize(("smoothing", "l2"), [(0.0, 0.0), (0.1, 0.03)])
 def test_the_update_is_the_gradient_of_the_weighted_mean_loss(x64, smoothing, l2):
     """Against central differences of an independent NumPy loss, with padding in the batch."""
