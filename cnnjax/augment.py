@@ -24,7 +24,7 @@ from jax import lax
 Scaling = Literal["none", "unit", "standardize", "per_image", "minmax"]
 
 # Renumbering these changes every augmented run.
-_FLIP, _CROP, _CROP_TO, _BRIGHTNESS, _CONTRAST = range(1, 6)
+_FLIP, _CROP, _CROP_TO, _BRIGHTNESS, _CONTRAST, _TRANSLATE, _CUTOUT, _MIXUP, _OTHER = range(1, 10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,9 @@ class Augmentation:
         crop_to: Side length in pixels of a smaller crop, random in training and central in evaluation.
         brightness: Largest shift in pixel units, drawn from [-brightness, brightness); 0 is off.
         contrast: (lowest, highest) contrast factor; None is off.
+        translate: Largest shift in pixels, down or up and left or right, with edges repeated; 0 is off.
+        cutout: Side length in pixels of a square that is painted over; 0 is off.
+        cutout_fill: What it is painted with, in pixel units: one number a channel, or one for all.
 
     Raises:
         ValueError: A value is outside its range, or both crops are on.
@@ -47,9 +50,13 @@ class Augmentation:
     crop_to: int | None = None
     brightness: float = 0.0
     contrast: tuple[float, float] | None = None
+    translate: int = 0
+    cutout: int = 0
+    cutout_fill: tuple[float, ...] = (0.0,)
 
     def __post_init__(self):
-        _check_padding("crop_padding", self.crop_padding)
+        for name in ("crop_padding", "translate", "cutout"):
+            _check_pixels(name, getattr(self, name))
         if self.crop_to is not None and self.crop_to < 1:
             raise ValueError(f"crop_to is {self.crop_to}; it must be None or at least 1 pixel")
         if self.crop_padding and self.crop_to is not None:
@@ -65,9 +72,8 @@ class Augmentation:
     @property
     def is_random(self) -> bool:
         """Whether training images depend on the sample keys."""
-        return bool(
-            self.flip or self.crop_padding or self.crop_to is not None or self.brightness or self.contrast is not None
-        )
+        pixels = self.crop_padding or self.crop_to is not None or self.translate or self.cutout
+        return bool(self.flip or pixels or self.brightness or self.contrast is not None)
 
 
 def sample_keys(key: jax.Array, index_B: jax.Array) -> jax.Array:
@@ -96,7 +102,7 @@ def sample_keys(key: jax.Array, index_B: jax.Array) -> jax.Array:
 
 
 def augment(options: Augmentation, sample_keys_B: jax.Array | None, x_BHWC: jax.Array, *, train: bool) -> jax.Array:
-    """Applies the options in the order crop, flip, brightness, contrast.
+    """Applies the options in the order translate, crop, flip, brightness, contrast, cutout.
 
     Values may leave 0 to 255: brightness and contrast do not clip.
 
@@ -119,6 +125,8 @@ def augment(options: Augmentation, sample_keys_B: jax.Array | None, x_BHWC: jax.
         return x_BHWC
     if sample_keys_B is None:
         raise ValueError(f"sample_keys_B is None; training with {options} needs one key per sample")
+    if options.translate:
+        x_BHWC = random_translate(sample_keys_B, x_BHWC, options.translate)
     if options.crop_padding:
         x_BHWC = random_crop(sample_keys_B, x_BHWC, options.crop_padding)
     if options.crop_to is not None:
@@ -129,6 +137,8 @@ def augment(options: Augmentation, sample_keys_B: jax.Array | None, x_BHWC: jax.
         x_BHWC = random_brightness(sample_keys_B, x_BHWC, options.brightness)
     if options.contrast is not None:
         x_BHWC = random_contrast(sample_keys_B, x_BHWC, *options.contrast)
+    if options.cutout:
+        x_BHWC = cutout(sample_keys_B, x_BHWC, options.cutout, options.cutout_fill)
     return x_BHWC
 
 
@@ -154,10 +164,87 @@ def random_crop(sample_keys_B: jax.Array, x_BHWC: jax.Array, padding: int = 4) -
         ValueError: ``padding`` is negative or the images are not floating-point BHWC.
     """
     _check_images(x_BHWC)
-    _check_padding("padding", padding)
+    _check_pixels("padding", padding)
     _, height, width, _ = x_BHWC.shape
     padded_BHWC = jnp.pad(x_BHWC, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
     return _random_window(sample_keys_B, _CROP, padded_BHWC, height, width)
+
+
+def random_translate(sample_keys_B: jax.Array, x_BHWC: jax.Array, pixels: int) -> jax.Array:
+    """Shifts each image by up to ``pixels`` rows and columns, each shift equally likely; edges are repeated.
+
+    Args:
+        sample_keys_B: Typed keys [B].
+        x_BHWC: Floating-point images.
+        pixels: Largest shift in each direction, at least 0.
+
+    Returns:
+        [B, H, W, C] in the dtype of ``x_BHWC``.
+
+    Raises:
+        ValueError: ``pixels`` is negative or the images are not floating-point BHWC.
+    """
+    _check_images(x_BHWC)
+    _check_pixels("pixels", pixels)
+    _, height, width, _ = x_BHWC.shape
+    padded_BHWC = jnp.pad(x_BHWC, ((0, 0), (pixels, pixels), (pixels, pixels), (0, 0)), mode="edge")
+    return _random_window(sample_keys_B, _TRANSLATE, padded_BHWC, height, width)
+
+
+def cutout(
+    sample_keys_B: jax.Array, x_BHWC: jax.Array, size: int, fill: Sequence[float] | np.ndarray = (0.0,)
+) -> jax.Array:
+    """Paints over one square in each image, as in DeVries and Taylor 2017 (https://arxiv.org/abs/1708.04552).
+
+    The square's centre is any pixel of the image, each equally likely, so that squares at an edge are cut off there.
+
+    Args:
+        sample_keys_B: Typed keys [B].
+        x_BHWC: Floating-point images.
+        size: Side length in pixels, at least 0; an even square reaches one pixel further up and left of its centre.
+        fill: Concrete numbers, one per channel or one for all; the mean of the training images changes least.
+
+    Returns:
+        [B, H, W, C] in the dtype of ``x_BHWC``.
+
+    Raises:
+        ValueError: ``size`` is negative, ``fill`` does not fit, or the images are not floating-point BHWC.
+    """
+    _check_images(x_BHWC)
+    _check_pixels("size", size)
+    fill_C = jnp.asarray(_channel_numbers("fill", fill, x_BHWC, "cutout"), x_BHWC.dtype)
+    sides = x_BHWC.shape[1:3]
+    centre_B2 = _draw(
+        sample_keys_B, _CUTOUT, lambda key: jax.random.randint(key, (2,), 0, jnp.array(sides, jnp.int32), jnp.int32)
+    )
+    first_B2 = centre_B2 - size // 2
+
+    def inside(axis: int) -> jax.Array:
+        place = jnp.arange(sides[axis], dtype=jnp.int32)
+        first_B1 = first_B2[:, axis, None]
+        return (place >= first_B1) & (place < first_B1 + size)
+
+    painted_BHW1 = inside(0)[:, :, None, None] & inside(1)[:, None, :, None]
+    return jnp.where(painted_BHW1, fill_C, x_BHWC)
+
+
+def mixup_share(sample_keys_B: jax.Array, alpha: float) -> jax.Array:
+    """What each image keeps of itself where two are mixed: drawn from Beta(alpha, alpha), float32 ``[B]``.
+
+    Zhang et al. 2018 (https://arxiv.org/abs/1710.09412) draw one share a batch; one a sample does not depend on how the
+    batch is split over devices.
+
+    Raises:
+        ValueError: ``alpha`` is not above 0.
+    """
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"alpha is {alpha}; it must be finite and above 0")
+    return _draw(sample_keys_B, _MIXUP, lambda key: jax.random.beta(key, alpha, alpha, dtype=jnp.float32))
+
+
+def other_keys(sample_keys_B: jax.Array) -> jax.Array:
+    """Keys for the augmentation of the image that a sample is mixed with."""
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(sample_keys_B, _OTHER)
 
 
 def random_crop_to(sample_keys_B: jax.Array, x_BHWC: jax.Array, size: int) -> jax.Array:
@@ -344,9 +431,9 @@ def _check_size(x_BHWC: jax.Array, size: int) -> None:
         raise ValueError(f"crop size is {size}; for {height}x{width} images it must be from 1 to {min(height, width)}")
 
 
-def _check_padding(name: str, padding: int) -> None:
-    if padding < 0:
-        raise ValueError(f"{name} is {padding}; it must be at least 0 pixels")
+def _check_pixels(name: str, pixels: int) -> None:
+    if pixels < 0:
+        raise ValueError(f"{name} is {pixels}; it must be at least 0 pixels")
 
 
 def _check_brightness(name: str, max_delta: float) -> None:
@@ -359,14 +446,15 @@ def _check_contrast(name: str, lower: float, upper: float) -> None:
         raise ValueError(f"{name} is ({lower}, {upper}); it must satisfy 0 <= lowest <= highest")
 
 
-def _channel_numbers(name: str, values: Sequence[float] | np.ndarray | None, x_BHWC: jax.Array) -> np.ndarray:
+def _channel_numbers(
+    name: str, values: Sequence[float] | np.ndarray | None, x_BHWC: jax.Array, reader: str = "scaling 'standardize'"
+) -> np.ndarray:
     channels = x_BHWC.shape[-1]
     if values is None:
-        raise ValueError(f"{name} is None; scaling 'standardize' needs {channels} numbers, one per channel")
+        raise ValueError(f"{name} is None; {reader} needs {channels} numbers, one per channel")
     values_C = np.atleast_1d(np.asarray(values, np.float64))
     if values_C.shape not in {(1,), (channels,)} or not np.isfinite(values_C).all():
         raise ValueError(
-            f"{name} is {values_C.tolist()}; scaling 'standardize' needs {channels} finite numbers, one per channel, "
-            "or one for all"
+            f"{name} is {values_C.tolist()}; {reader} needs {channels} finite numbers, one per channel, or one for all"
         )
     return values_C

@@ -6,6 +6,7 @@ killed process leaves none that is half there.
 
 import contextlib
 import logging
+import operator
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,10 +25,6 @@ logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathnam
 
 
 _DISCARDED = "discarded"  # subfolder of checkpoints on their way out
-
-
-def _rating(metrics: dict) -> float:
-    return metrics["val_accuracy"]
 
 
 @contextlib.contextmanager
@@ -56,7 +53,7 @@ def _waiting_for_processes() -> ocp.AsyncOptions:
 class Checkpoints:
     """The checkpoints of one run, by step: the newest few and the best.
 
-    Best is the highest ``val_accuracy`` given to `save`; checkpoints saved without one cannot be best.
+    Best is the highest ``rating`` given to `save`; checkpoints saved without one cannot be best.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -69,11 +66,12 @@ class Checkpoints:
         Raises:
             UsageError: If the folder cannot be read.
         """
-        best = BestN(get_metric_fn=_rating, n=1, keep_checkpoints_without_metrics=False)
+        rating = operator.itemgetter("rating")
+        best = BestN(get_metric_fn=rating, n=1, keep_checkpoints_without_metrics=False)
         self.directory = Path(directory).absolute()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
-            best_fn=_rating,  # without it, metrics are not written
+            best_fn=rating,  # without it, metrics are not written
             cleanup_tmp_directories=True,
             todelete_subdir=_DISCARDED,
             async_options=_waiting_for_processes() if jax.process_count() > 1 else None,
@@ -84,17 +82,17 @@ class Checkpoints:
             )
         self._discard()
 
-    def save(self, step: int, state: Any, position: dict, config: dict, val_accuracy: float | None = None) -> None:
+    def save(self, step: int, state: Any, position: dict, config: dict, rating: float | None = None) -> None:
         """Starts to save; training may go on, and donate ``state``, at once.
 
-        A step that is there stays as it is, unless only now its ``val_accuracy`` is known.
+        A step that is there stays as it is, unless only now its ``rating`` is known.
 
         Raises:
             UsageError: If this checkpoint or the one before cannot be written.
         """
         self.wait()
         if step in self._manager.all_steps():
-            if val_accuracy is None or self._manager.metrics(step) is not None:
+            if rating is None or self._manager.metrics(step) is not None:
                 return
             self._manager.delete(step)
         # On a CPU, host and device memory are one: without a copy the next step would overwrite what is being written.
@@ -107,7 +105,7 @@ class Checkpoints:
                     position=ocp.args.JsonSave(position),
                     config=ocp.args.JsonSave(config),
                 ),
-                metrics=None if val_accuracy is None else {"val_accuracy": val_accuracy},
+                metrics=None if rating is None else {"rating": rating},
             )
 
     def newest(self) -> int | None:
@@ -115,7 +113,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def best(self) -> int | None:
-        """Step of the checkpoint with the highest ``val_accuracy``, or None."""
+        """Step of the checkpoint with the highest rating, or None."""
         return self._manager.best_step()
 
     def restore(self, step: int, abstract_state: Any, shardings: Any) -> tuple[Any, dict]:

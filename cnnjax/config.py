@@ -92,9 +92,9 @@ class TrainConfig:
     """Adam's decay a step of the mean of squared gradients."""
     eps: float = 1e-8
     """Adam's epsilon."""
-    schedule: Literal["constant", "cosine", "exponential", "time"] = "cosine"
+    schedule: Literal["constant", "cosine", "exponential", "time", "onecycle"] = "cosine"
     """Learning rate over the run: cosine to 0; exponential: times --decay-rate every --decay-epochs; time:
-    lr / (1 + time-decay * step)."""
+    lr / (1 + time-decay * step); onecycle: up from lr / 25 in the first 30% of the steps, then down to nearly 0."""
     warmup_epochs: float = 0.0
     """Epochs in which the learning rate rises linearly from 0."""
     decay_epochs: float = 350.0
@@ -105,6 +105,16 @@ class TrainConfig:
     """Decay a step of the time schedule."""
     staircase: bool = True
     """Whether the exponential schedule decays in jumps."""
+    plateau: int = 0
+    """Lower the learning rate after this many evaluations in a row without a lower val_loss (by 0.0001), beside the
+    schedule; 0 is off."""
+    plateau_factor: float = 0.5
+    """Factor of the learning rate then."""
+    early_stopping: int = 0
+    """End the run after this many evaluations in a row without a lower val_loss, and go back to the weights with the
+    lowest one, also where the run ends by itself; 0 is off."""
+    clip_norm: float = 0.0
+    """Scale gradients down to this norm over all parameters, where it is larger; 0 is off."""
     weight_decay: float = 0.0
     """Weight decay of kernels."""
     weight_decay_kind: Literal["decoupled", "loss"] = "decoupled"
@@ -112,6 +122,9 @@ class TrainConfig:
     loss."""
     label_smoothing: float = 0.0
     """Share of each label that is spread evenly over all classes."""
+    class_weights: str | None = None
+    """Factor of the training loss of each class: balanced, for all classes to count alike however many images they
+    have, or one number a class, such as 1,1,2.5."""
     ema: float = 0.0
     """Decay a step of the moving average of the parameters that evaluation then uses; 0 is off."""
 
@@ -129,8 +142,18 @@ class TrainConfig:
     """Random brightness: adds up to +- this much, in pixel units (0-255)."""
     contrast: tuple[float, float] | None = None
     """Random contrast: factor between these two bounds, around each channel's mean."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type that convolutions and dense layers compute in; parameters stay float32."""
+    translate: int = 0
+    """Random shift of training images by up to this many pixels each way, with edges repeated; 0 is off."""
+    cutout: int = 0
+    """Paint a square of this side length, in pixels, over a random place of each training image, in the mean colour of
+    all; 0 is off."""
+    mixup: float = 0.0
+    """Mix each training image, and its label, with another of its batch, in shares drawn from Beta(X, X); 0 is off."""
+    flip_test: bool = False
+    """Evaluate each image together with its mirror image, and average their probabilities."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type that convolutions and dense layers compute in; parameters stay float32. float16 scales the loss, and leaves
+    out steps that overflow."""
     x64: bool = False
     """Compute everything in float64, to tell rounding from mistakes."""
 
@@ -149,6 +172,8 @@ class TrainConfig:
     """Delete the run in --run-dir first."""
     log_every: int = 10
     """Steps between lines of steps.jsonl."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files into the run directory; needs `pip install -e '.[tensorboard]'`."""
     log_style: Literal["cnnjax", "tensorflow"] = "cnnjax"
     """tensorflow also prints 'step N, loss = x, Train accuracy = y' for each logged step."""
     quiet: bool = False
@@ -178,8 +203,12 @@ class TrainConfig:
         )
         for field in at_least_one:
             need(getattr(self, field) is None or getattr(self, field) >= 1, field, "1 or more")
-        for field in ("warmup_epochs", "time_decay", "weight_decay", "brightness"):
+        for field in ("warmup_epochs", "time_decay", "weight_decay", "brightness", "clip_norm", "mixup"):
             need(0 <= getattr(self, field) < float("inf"), field, "0 or more")
+        for field in ("stale", "plateau", "early_stopping", "translate", "cutout"):
+            need(getattr(self, field) >= 0, field, "0 or more")
+        need(0 < self.plateau_factor < 1, "plateau_factor", "above 0 and below 1")
+        need(not (self.schedule == "onecycle" and self.warmup_epochs), "warmup_epochs", "0 with --schedule onecycle")
         for field in ("momentum", "b1", "b2", "label_smoothing", "ema", "validation_split"):
             need(0 <= getattr(self, field) < 1, field, "from 0 to below 1")
         for field in ("lr", "eps", "decay_epochs"):
@@ -192,9 +221,9 @@ class TrainConfig:
         need(not (self.x64 and self.dtype != "float32"), "dtype", "float32 together with --x64")
         need(not (self.resume and self.overwrite), "overwrite", "not together with --resume")
         need(self.devices is None or self.explain, "devices", "only together with --explain")
-        need(self.stale >= 0, "stale", "0 or more")
         parse_image_shape(self.image_shape)
         parse_aggregate(self.aggregate)
+        parse_class_weights(self.class_weights)
         parse_interval(self.checkpoint_every)
         together = ("coordinator", "num_processes", "process_id")
         if (missing := [flag(field) for field in together if getattr(self, field) is None]) and len(missing) < 3:
@@ -234,6 +263,8 @@ FIXED_ON_RESUME = (
     *("preset", "network", "batch_size", "seed", "validation_split", "classes", "optimizer", "lr", "momentum"),
     *("b1", "b2", "eps", "schedule", "warmup_epochs", "decay_epochs", "decay_rate", "time_decay", "staircase"),
     *("weight_decay", "weight_decay_kind", "microbatches", "bn_scope"),
+    *("plateau", "plateau_factor", "early_stopping", "clip_norm", "class_weights", "translate", "cutout", "mixup"),
+    "flip_test",
     *("aggregate", "stale"),
     *("image_shape", "pixel_order", "label_column", "task"),
     *("label_smoothing", "ema", "scaling", "flip", "crop_padding", "crop_to", "brightness", "contrast", "dtype", "x64"),
@@ -271,6 +302,23 @@ def parse_aggregate(text: str | None) -> tuple[int, int] | None:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"--aggregate is {text!r}; allowed: K/N with 1 <= K <= N, such as 3/4")
     return None if match[1] == match[2] else (int(match[1]), int(match[2]))
+
+
+def parse_class_weights(text: str | None) -> tuple[float, ...] | str | None:
+    """Reads ``1,2.5`` into ``(1.0, 2.5)``; ``balanced`` and None stay.
+
+    Raises:
+        ValueError: If the text is neither, or a number is below 0 or all are 0.
+    """
+    if text in (None, "balanced"):
+        return text
+    try:
+        weights = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        weights = ()
+    if not weights or not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        raise ValueError(f"--class-weights is {text!r}; allowed: balanced, or a number of 0 or more for each class")
+    return weights
 
 
 def parse_interval(text: str) -> tuple[int, str]:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cnnjax import partition
@@ -209,6 +210,12 @@ class Processes:
         if self.first:
             self._client.key_value_set(key, json.dumps(call()))
         return json.loads(self._client.blocking_key_value_get(key, _FOREVER_MS))
+
+    def whole(self, array: jax.Array) -> np.ndarray:
+        """An array on the host; of one that is spread over processes, all must ask."""
+        if array.is_fully_addressable:
+            return np.asarray(array)
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
     def first_then_others(self, call: Callable[[], Any]) -> Any:
         """Calls in process 0, then in the others, which find what it has written, such as a download."""

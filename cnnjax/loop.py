@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnnjax import metrics, partition, rundir
+from cnnjax import metrics, optim, partition, rundir, scores
 from cnnjax.checkpoint import Checkpoints
 from cnnjax.config import TrainConfig, UsageError, parse_interval
 from cnnjax.console import Console
 from cnnjax.datasets.base import Dataset
 from cnnjax.datasets.order import batches, epoch_order, num_batches
 from cnnjax.distributed import Processes, Votes
-from cnnjax.feed import Feed
+from cnnjax.feed import Feed, abstract_batch
 from cnnjax.metrics import Sums
 from cnnjax.partition import Layout
+from cnnjax.patience import EarlyStopping, Plateau
 from cnnjax.rundir import Nowhere, RunDirectory
 from cnnjax.step import TrainState
 from cnnjax.strategy import Steps
@@ -39,7 +40,8 @@ class Result:
 
     Attributes:
         step: Updates done.
-        accuracy: On the test set, or where there is none on the validation images; None where a signal came first.
+        accuracy: On the test set, or where there is none on the validation images; None where a signal came first, or
+            labels are numbers.
         stopped_by: The signal that ended the run early, or None.
     """
 
@@ -60,10 +62,11 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Sums and predicted classes over one data set, and the seconds that it took."""
+    """Sums, predictions and losses over one data set, and the seconds that it took."""
 
     sums: Sums
     predicted_N: np.ndarray
+    losses_N: np.ndarray
     seconds: float
 
 
@@ -119,6 +122,9 @@ class Fit:
         self.epoch_batches = num_batches(len(train), config.batch_size)
         self.total_steps = min(self.epochs * self.epoch_batches, config.steps or self.epochs * self.epoch_batches)
         self.position = Position()
+        self.plateau = Plateau(config.plateau_factor, config.plateau) if config.plateau else None
+        self.stopping = EarlyStopping(config.early_stopping) if config.early_stopping else None
+        self.overflows = 0  # steps in a row whose float16 gradients were no numbers
         self.step = 0  # updates whose metrics are in position.sums
         self.compile_s = self.trained_s = self.waited_s = 0.0  # of this process
         self.asked: signal.Signals | None = None  # the signal that came to this process
@@ -140,12 +146,13 @@ class Fit:
             # Only now: a run that cannot be resumed like this keeps its options.
             rundir.write_config(self.folder, self.config)
             rundir.write_environment(self.folder, self.layout.mesh, self.train.source)
-            if self.step >= self.total_steps:
+            if self._over():
                 self.console.say(f"the run is complete already: {self.step} steps are done")
             self.metrics_file: metrics.MetricsFile | Nowhere = Nowhere()
             self.steps_file: metrics.StepsFile | Nowhere = Nowhere()
             if self.folder.writes:
-                self.metrics_file = metrics.MetricsFile(self.folder.path / "metrics.csv", self.position.epoch)
+                path, more = self.folder.path / "metrics.csv", self._more_columns()
+                self.metrics_file = metrics.MetricsFile(path, self.position.epoch, more)
                 self.steps_file = metrics.StepsFile(self.folder.path / "steps.jsonl", self.step)
             with contextlib.closing(self.metrics_file), contextlib.closing(self.steps_file):
                 self._compile(state)
@@ -200,6 +207,11 @@ class Fit:
         self.step = newest
         self.total_steps = max(self.total_steps, self.step)  # --steps or --epochs may be lower than before
         del saved["data"]
+        rules = saved.pop("rules", {})
+        if self.plateau is not None:
+            self.plateau = Plateau(self.config.plateau_factor, self.config.plateau, numbers=rules["plateau"])
+        if self.stopping is not None:
+            self.stopping = EarlyStopping(self.config.early_stopping, rules["early_stopping"])
         self.position = Position(**saved | {"sums": Sums(**saved["sums"])})
         self.console.say(f"resumed from step {newest} (epoch {self.position.epoch + 1})")
         return state
@@ -207,19 +219,10 @@ class Fit:
     def _compile(self, state: TrainState) -> None:
         """Compiles both steps ahead, so that no epoch's time holds a compilation."""
         start = time.perf_counter()
-        rows = len(self.layout.rows(self.config.batch_size))
-
-        def abstract(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((rows, *shape), dtype)
-
-        batch = {
-            "image": abstract(np.uint8, *self.train.image_shape),
-            "label": abstract(np.int32),
-            "weight": abstract(np.float32),
-            "index": abstract(np.int32),
-        }
+        batch = abstract_batch(self.steps.objective, self.layout, self.config.batch_size, self.train.image_shape)
+        seen = {name: array for name, array in batch.items() if not name.startswith("other_")}
         self.train_step = self.steps.train.lower(state, batch).compile()
-        self.eval_step = self.steps.evaluate.lower(state, batch).compile()
+        self.eval_step = self.steps.evaluate.lower(state, seen).compile()
         if self.votes is not None:
             self.votes.cast(None).block_until_ready()
         self.compile_s = time.perf_counter() - start
@@ -230,7 +233,7 @@ class Fit:
         """Trains and evaluates to the end of the run or to a signal; returns the evaluation made at the end."""
         validated = None
         every, unit = parse_interval(self.config.checkpoint_every)
-        while self.step < self.total_steps or self.position.batch:
+        while not self._over():
             state = self._train_epoch(state)
             at_end, epoch_done = self.step >= self.total_steps, self.position.batch == self.epoch_batches
             if not (at_end or epoch_done):
@@ -242,14 +245,43 @@ class Fit:
                 if validated is None:
                     break  # a signal came; the checkpoint stands before this evaluation
             self._write_epoch(validated)
+            improved = False
+            if validated is not None:
+                state, improved = self._heed_loss(state, validated.sums.mean_loss)
+                at_end = at_end or (self.stopping is not None and self.stopping.over)
             if epoch_done:  # else --steps ended the run within the epoch, and more steps would go on from there
                 self.position = Position(epoch=number, learning_rate=self.position.learning_rate)
             due = every and (number if unit == "epochs" else self.step) % every == 0
-            if due or at_end:
-                self._save(state, validated)
+            if due or at_end or improved:
+                self._save(state, validated, improved)
             if at_end or self.signal is not None:
                 break
         return state, validated
+
+    def _over(self) -> bool:
+        """Whether nothing is left to train."""
+        if self.stopping is not None and self.stopping.over:
+            return True
+        return self.step >= self.total_steps and not self.position.batch
+
+    def _heed_loss(self, state: TrainState, val_loss: float) -> tuple[TrainState, bool]:
+        """Does what the rules of `cnnjax.patience` say; returns also whether early stopping keeps this state."""
+        number = self.position.epoch + 1
+        if self.plateau is not None and self.plateau.see(val_loss):
+            factor = self.plateau.rate_factor
+            state = state.replace(opt_state=optim.set_rate_factor(state.opt_state, factor))
+            self.console.say(
+                f"epoch {number}: val_loss has not fallen for {self.config.plateau} evaluations; the learning rate is "
+                f"now {factor:.3g} times that of the schedule"
+            )
+        if self.stopping is None:
+            return state, False
+        improved = self.stopping.see(val_loss, self.step)
+        if self.stopping.over:
+            self.console.say(
+                f"epoch {number}: val_loss has not fallen for {self.config.early_stopping} evaluations; training ends"
+            )
+        return state, improved
 
     def _train_epoch(self, state: TrainState) -> TrainState:
         """Steps to the end of the epoch or of the run, or to a signal."""
@@ -258,7 +290,8 @@ class Fit:
         order_N = epoch_order(config.seed, position.epoch, len(self.train))
         last = min(self.epoch_batches, position.batch + self.total_steps - self.step)
         start = time.perf_counter()
-        with Feed(self.train, batches(order_N, config.batch_size, start=position.batch), self.layout) as feed:
+        order = batches(order_N, config.batch_size, start=position.batch)
+        with Feed(self.train, order, self.layout, mixup=bool(self.steps.objective.mixup)) as feed:
             running: Any = None
             for batch in itertools.islice(feed, last - position.batch):
                 state, results = self.train_step(state, batch)
@@ -290,18 +323,35 @@ class Fit:
         values = {name: float(value) for name, value in jax.device_get(results).items()}
         self._heed(values.pop("signal", 0))
         self.position.learning_rate = float(f"{values['learning_rate']:.8g}")
-        step, loss = self.step + 1, values["loss"] / values["count"]
+        step = self.step + 1
+        if not values["count"]:
+            self._skip(step)
+            return
+        self.overflows = 0
+        one = Sums()
+        one.add(values)
+        means = one.means(self.train.task, self.classes)
+        loss = means["loss"]
         for name, value in (("loss", loss), ("norm of the gradients", values["grad_norm"])):
             if not math.isfinite(value):
                 raise self._not_finite(step, name, value)
         self.step, self.position.batch = step, self.position.batch + 1
         self.position.sums.add(values)
-        accuracy = values["correct"] / values["count"]
         if step % self.config.log_every == 0 or step == 1:
-            self.steps_file.write(step=step, loss=loss, accuracy=accuracy, learning_rate=self.position.learning_rate)
+            kept = {name: value for name, value in means.items() if name in ("loss", "accuracy", "mae")}
+            self.steps_file.write(step=step, **kept, learning_rate=self.position.learning_rate)
             if self.config.log_style == "tensorflow":
-                self.console.say(f"step {step}, loss = {loss:.6f}, Train accuracy = {accuracy:.4f}")
+                name, value = list(kept.items())[-1]
+                self.console.say(f"step {step}, loss = {loss:.6f}, Train {name} = {value:.4f}")
         self.console.progress(step, self.total_steps, self.position.epoch + 1, self.epochs, self._progress_text)
+
+    def _skip(self, step: int) -> None:
+        """Counts a step that changed nothing, since its float16 gradients were no numbers."""
+        self.step, self.position.batch = step, self.position.batch + 1
+        self.overflows += 1
+        self.console.say(f"step {step}: float16 gradients overflow; it is left out, and the loss scale halved")
+        if self.overflows >= 40:  # from 2**15 to 2**-25
+            raise self._not_finite(step, "norm of the gradients, at any loss scale,", float("inf"))
 
     def _heed(self, vote: float) -> None:
         if vote:
@@ -314,8 +364,7 @@ class Fit:
         return self.signal is not None
 
     def _progress_text(self) -> str:
-        sums = self.position.sums
-        return f"loss {sums.mean_loss:.4f}  accuracy {sums.accuracy:.4f}"
+        return _in_words(self.position.sums.means(self.train.task, self.classes))
 
     def _check(self, state: TrainState) -> None:
         """Finite gradients can still make too large an update; no checkpoint may hold one."""
@@ -342,7 +391,8 @@ class Fit:
     def _evaluate(self, state: TrainState, dataset: Dataset) -> Evaluation | None:
         """Evaluates every image once; None if a signal came."""
         start = time.perf_counter()
-        sums, predicted = Sums(), []
+        sums = Sums()
+        found: dict[str, list[np.ndarray]] = {"predicted": [], "sample_loss": []}
         place = self.layout.rows(self.config.batch_size)
         with Feed(dataset, batches(np.arange(len(dataset)), self.config.batch_size), self.layout) as feed:
             for batch in feed:
@@ -350,13 +400,29 @@ class Fit:
                     return None
                 results = jax.device_get(self.eval_step(state, batch))
                 sums.add(results)
-                in_order_B = np.empty(self.config.batch_size, np.int32)
-                in_order_B[place[place >= 0]] = results["predicted"][place >= 0]
-                predicted.append(in_order_B)
-        return Evaluation(sums, np.concatenate(predicted)[: len(dataset)], time.perf_counter() - start)
+                for name, parts in found.items():
+                    in_order_B = np.empty(self.config.batch_size, results[name].dtype)
+                    in_order_B[place[place >= 0]] = results[name][place >= 0]
+                    parts.append(in_order_B)
+        predicted_N, losses_N = (np.concatenate(parts)[: len(dataset)] for parts in found.values())
+        return Evaluation(sums, predicted_N, losses_N, time.perf_counter() - start)
+
+    @property
+    def classes(self) -> int:
+        """Of the data; 0 for regression."""
+        return len(self.train.class_names)
+
+    def _more_columns(self) -> tuple[str, ...]:
+        if self.train.task == "regression":
+            return metrics.NUMBER_COLUMNS
+        return metrics.TOP5_COLUMNS if self.classes > 5 else ()
 
     def _write_epoch(self, validated: Evaluation | None) -> None:
         config, sums = self.config, self.position.sums
+        means = sums.means(self.train.task, self.classes)
+        if validated is not None:
+            found = validated.sums.means(self.train.task, self.classes)
+            means |= {f"val_{name}": value for name, value in found.items()}
         row = {
             "network": config.network,
             "dataset": self.train.name,
@@ -369,10 +435,8 @@ class Fit:
             "seed": config.seed,
             "epoch": self.position.epoch + 1,
             "step": self.step,
-            "loss": sums.mean_loss,
-            "accuracy": sums.accuracy,
-            "val_loss": validated and validated.sums.mean_loss,
-            "val_accuracy": validated and validated.sums.accuracy,
+            **dict.fromkeys(("accuracy", "val_loss", "val_accuracy", *self._more_columns())),
+            **means,
             "learning_rate": self.position.learning_rate,
             "compile_s": round(self.compile_s, 4),
             "train_s": round(sums.train_s, 4),
@@ -381,23 +445,30 @@ class Fit:
         }
         self.compile_s = 0.0  # belongs to the first row that this process writes
         self.metrics_file.write(row)
-        values = f"loss {row['loss']:.4f}  accuracy {row['accuracy']:.4f}"
-        if validated is not None:
-            values += f"  val_loss {row['val_loss']:.4f}  val_accuracy {row['val_accuracy']:.4f}"
+        shown = _in_words({name: value for name, value in means.items() if not name.endswith("top5_accuracy")})
         self.console.say(
-            f"epoch {row['epoch']}/{self.epochs}  step {self.step}  {values}  lr {self.position.learning_rate:.4g}  "
+            f"epoch {row['epoch']}/{self.epochs}  step {self.step}  {shown}  lr {self.position.learning_rate:.4g}  "
             f"{row['images_per_s']} images/s  [{self.train.name}]"
         )
 
-    def _save(self, state: TrainState, validated: Evaluation | None) -> None:
-        position = dataclasses.asdict(self.position) | {"data": self._identity()}
-        accuracy = validated.sums.accuracy if validated is not None else None
-        self.checkpoints.save(self.step, state, position, dataclasses.asdict(self.config), accuracy)
+    def _save(self, state: TrainState, validated: Evaluation | None, improved: bool = False) -> None:
+        """Saves; best is the highest ``val_accuracy``; with early stopping, or regression, the lowest ``val_loss``."""
+        rules = {
+            "plateau": self.plateau and self.plateau.numbers,
+            "early_stopping": self.stopping and self.stopping.numbers,
+        }
+        position = dataclasses.asdict(self.position) | {"data": self._identity(), "rules": rules}
+        rating = None
+        if validated is not None and (self.stopping is None or improved):
+            by_loss = self.stopping is not None or self.train.task == "regression"
+            rating = -validated.sums.mean_loss if by_loss else validated.sums.accuracy
+        self.checkpoints.save(self.step, state, position, dataclasses.asdict(self.config), rating)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def _finish(self, state: TrainState, validated: Evaluation | None) -> Result:
         if self.signal is None:
+            state, validated = self._best(state, validated)
             tested = validated if self.test is self.validation and validated else self._evaluate(state, self.test)
         else:
             tested = None
@@ -405,16 +476,40 @@ class Fit:
             self._save(state, None)
             self.checkpoints.wait()
             return Result(self.step, stopped_by=self.signal)
-        if self.folder.writes:
-            labels = self.test.written_labels(tested.predicted_N)
-            metrics.write_predictions(self.folder.path / "predictions.csv", labels)
+        means = tested.sums.means(self.train.task, self.classes)
+        name = "test" if self.has_test else "validation"
+        self._write_scores(state, tested, name, means)
         self.checkpoints.wait()
         if self.trained_s:
             share = self.waited_s / self.trained_s
             self.console.say(f"the step loop waited for data {share:.1%} of {self.trained_s:.1f} s")
-        name = "test" if self.has_test else "validation"
+        others = ", ".join(f"{measure} {value:.4f}" for measure, value in means.items() if measure != "accuracy")
+        first = f"accuracy {means['accuracy']:.4f}, " if "accuracy" in means else ""
+        self.console.say(f"final {name} {first}{others} on {len(self.test):,} images  [{self.train.name}]")
+        return Result(self.step, means.get("accuracy"))
+
+    def _best(self, state: TrainState, validated: Evaluation | None) -> tuple[TrainState, Evaluation | None]:
+        """With early stopping, the state with the lowest ``val_loss``."""
+        best = None if self.stopping is None else self.stopping.best_step
+        if self.stopping is None or best is None or best == self.step:
+            return state, validated
+        self.checkpoints.wait()
+        abstract = jax.eval_shape(self.steps.init)
+        state, _ = self.checkpoints.restore(best, abstract, self.steps.state_shardings)
         self.console.say(
-            f"final {name} accuracy {tested.sums.accuracy:.4f}, loss {tested.sums.mean_loss:.4f} "
-            f"on {len(self.test):,} images  [{self.train.name}]"
+            f"the weights of step {best}, with the lowest val_loss {self.stopping.lowest:.4f}, are restored"
         )
-        return Result(self.step, tested.sums.accuracy)
+        return state, None
+
+    def _write_scores(self, state: TrainState, tested: Evaluation, name: str, means: dict[str, float]) -> None:
+        """``predictions.csv``, ``evaluation.json``, ``mistakes.npz`` and ``filters.npz``."""
+        params = state.ema if self.config.ema else state.params
+        kernel = next((leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 4), None)
+        filters = None if kernel is None else self.processes.whole(kernel)
+        if self.folder.writes:
+            found = tested.predicted_N, tested.losses_N
+            scores.write(self.folder.path, self.test, *found, {"data": name, **means}, filters)
+
+
+def _in_words(means: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in means.items())

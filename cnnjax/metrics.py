@@ -22,33 +22,63 @@ COLUMNS = (
 )
 
 
+# Further columns, at the end.
+TOP5_COLUMNS = ("top5_accuracy", "val_top5_accuracy")  # of more than five classes
+NUMBER_COLUMNS = ("mae", "r2", "val_mae", "val_r2")  # of regression, whose accuracies are empty
+
+
 @dataclasses.dataclass
 class Sums:
-    """Loss, hits and weight of the samples seen so far, in float64, and the seconds that they took.
+    """Measures of the samples seen so far, in float64, and the seconds that they took.
 
     Means of unequal batches are wrong; sums are not.
+
+    Attributes:
+        loss: Cross-entropies, or squared errors.
+        correct: Samples whose largest logit is at their label.
+        top5: Samples whose label is among the five largest logits.
+        absolute: Absolute errors.
+        label: Labels that are numbers, less a constant.
+        label_square: Squares of these.
+        count: Weights of the samples.
+        train_s: Seconds.
     """
 
     loss: float = 0.0
     correct: float = 0.0
+    top5: float = 0.0
+    absolute: float = 0.0
+    label: float = 0.0
+    label_square: float = 0.0
     count: float = 0.0
     train_s: float = 0.0
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Adds the sums of one batch."""
-        self.loss += float(metrics["loss"])
-        self.correct += float(metrics["correct"])
-        self.count += float(metrics["count"])
+        for name in vars(self).keys() & metrics.keys():
+            setattr(self, name, getattr(self, name) + float(metrics[name]))
+
+    def _mean(self, total: float) -> float:
+        return total / self.count if self.count else float("nan")
 
     @property
     def mean_loss(self) -> float:
         """Sample-weighted mean loss; NaN where nothing was seen."""
-        return self.loss / self.count if self.count else float("nan")
+        return self._mean(self.loss)
 
     @property
     def accuracy(self) -> float:
         """Share of samples whose largest logit is at their label; NaN where nothing was seen."""
-        return self.correct / self.count if self.count else float("nan")
+        return self._mean(self.correct)
+
+    def means(self, task: str, classes: int) -> dict[str, float]:
+        """What is said of these samples: ``loss``, and by task ``accuracy, top5_accuracy`` or ``mae, r2``."""
+        if task == "classification":
+            top5 = {"top5_accuracy": self._mean(self.top5)} if classes > 5 else {}
+            return {"loss": self.mean_loss, "accuracy": self.accuracy} | top5
+        spread = self.label_square - self.label * self._mean(self.label)
+        r2 = 1 - self.loss / spread if spread > 0 else float("nan")
+        return {"loss": self.mean_loss, "mae": self._mean(self.absolute), "r2": r2}
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -59,31 +89,32 @@ def replace_file(path: Path, text: str) -> None:
 
 
 class MetricsFile:
-    """``metrics.csv``: one row an epoch, columns `COLUMNS`."""
+    """``metrics.csv``: one row an epoch, columns `COLUMNS` and some more."""
 
-    def __init__(self, path: Path, epochs_done: int):
+    def __init__(self, path: Path, epochs_done: int, more: tuple[str, ...] = ()):
         """Keeps the rows of the first ``epochs_done`` epochs of a file that is there; else starts it.
 
         Raises:
             UsageError: If the file has other columns.
         """
+        columns = (*COLUMNS, *more)
         kept = []
         if path.exists():
             with path.open(newline="") as file:
                 rows = csv.DictReader(file)
-                if (found := tuple(rows.fieldnames or ())) != COLUMNS:
-                    raise UsageError(f"{path}: the columns are {','.join(found)}; expected {','.join(COLUMNS)}")
+                if (found := tuple(rows.fieldnames or ())) != columns:
+                    raise UsageError(f"{path}: the columns are {','.join(found)}; expected {','.join(columns)}")
                 # A killed process can leave a row half written; it belongs to an epoch that is not done.
                 for row in rows:
                     if None not in row.values() and row["epoch"].isdecimal() and int(row["epoch"]) <= epochs_done:
                         kept.append(row)
         text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept)
         replace_file(path, text.getvalue())
         self._file = path.open("a", newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
+        self._writer = csv.DictWriter(self._file, columns, lineterminator="\n")
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one row; None is an empty cell."""
@@ -121,7 +152,7 @@ class StepsFile:
         self._file.close()
 
 
-def write_predictions(path: Path, predicted: Iterable[int]) -> None:
+def write_predictions(path: Path, predicted: Iterable[float]) -> None:
     """Writes ``ImageId,Label`` rows, counted from 1, in the order of the data set."""
     rows = "".join(f"{i},{label}\n" for i, label in enumerate(predicted, start=1))
     replace_file(path, "ImageId,Label\n" + rows)

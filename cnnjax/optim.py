@@ -6,14 +6,16 @@ an update uses can be read and logged without looking into the optimiser's state
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 OptimizerName = Literal["sgd", "momentum", "nesterov", "adam", "adamw"]
-ScheduleName = Literal["constant", "cosine", "exponential", "time"]
+ScheduleName = Literal["constant", "cosine", "exponential", "time", "onecycle"]
 WeightDecayKind = Literal["decoupled", "loss"]
 
 
@@ -32,7 +34,8 @@ class OptimizerConfig:
         schedule: What follows the warm-up, with t steps counted from its end. ``constant``; ``cosine``: half a cosine
             from ``lr`` down to ``lr * final_lr_fraction`` at the last step; ``exponential``:
             ``lr * decay_rate ** (t / decay_steps)``; ``time``: ``lr / (1 + time_decay * t)``, the ``decay`` argument
-            of Keras 1 and 2.
+            of Keras 1 and 2; ``onecycle``: without a warm-up, half a cosine from ``lr / 25`` up to ``lr`` in the first
+            30% of the steps, then half a cosine down to ``lr / 250,000``, the defaults of torch's ``OneCycleLR``.
         warmup_steps: Steps over which the rate grows linearly from 0 to ``lr``; 0 is off.
         decay_steps: Steps between two decays of ``exponential``.
         decay_rate: Factor of each decay of ``exponential``.
@@ -40,6 +43,7 @@ class OptimizerConfig:
         time_decay: Decay of ``time`` per step.
         final_lr_fraction: End of ``cosine`` as a fraction of ``lr``.
         weight_decay: Strength, 0 is off. Leaves named ``kernel`` decay; biases and normalisation do not.
+        adjustable: Whether the rate has a factor in the optimiser's state, see `set_rate_factor`.
         weight_decay_kind: ``decoupled``: the optimiser subtracts ``rate * weight_decay * w``, as AdamW does.
             ``loss``: the optimiser does nothing and the loss must add `l2_penalty`.
 
@@ -62,6 +66,7 @@ class OptimizerConfig:
     final_lr_fraction: float = 0.0
     weight_decay: float = 0.0
     weight_decay_kind: WeightDecayKind = "decoupled"
+    adjustable: bool = False
 
     def __post_init__(self):
         for name, choices in (
@@ -88,6 +93,8 @@ class OptimizerConfig:
         _require(0 <= self.time_decay < math.inf, "time_decay", self.time_decay, "finite and at least 0")
         _require(0 <= self.final_lr_fraction <= 1, "final_lr_fraction", self.final_lr_fraction, "from 0 to 1")
         _require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "finite and at least 0")
+        if self.schedule == "onecycle":
+            _require(self.warmup_steps == 0, "warmup_steps", self.warmup_steps, "0 with schedule 'onecycle'")
         # Frameworks disagree on what Adam with weight decay means, so neither reading is taken silently.
         if self.weight_decay and (self.optimizer, self.weight_decay_kind) in {("adam", "decoupled"), ("adamw", "loss")}:
             raise ValueError(
@@ -107,7 +114,7 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
         A function from the step (an int or an integer array) to the rate of that step's update.
 
     Raises:
-        ValueError: ``total_steps`` does not exceed the warm-up.
+        ValueError: ``total_steps`` does not exceed the warm-up, or is below 4 with ``onecycle``.
 
     Example:
         >>> schedule = make_schedule(OptimizerConfig("sgd", 0.1, schedule="exponential", decay_steps=100), 1000)
@@ -119,6 +126,8 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
             f"total_steps is {total_steps} and warmup_steps is {config.warmup_steps}; "
             "total_steps must be at least 1 and above warmup_steps"
         )
+    if config.schedule == "onecycle" and total_steps < 4:
+        raise ValueError(f"total_steps is {total_steps}; schedule 'onecycle' needs at least 4")
     after_warmup = _after_warmup(config, total_steps - config.warmup_steps)
     if not config.warmup_steps:
         return after_warmup
@@ -151,7 +160,103 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
         # After the moments, so that they do not see the decay; before the rate, so that the decay follows it.
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=kernel_mask))
     parts.append(optax.scale_by_learning_rate(make_schedule(config, total_steps)))
+    if config.adjustable:
+        parts.append(_scale_by_rate_factor())
     return optax.chain(*parts)
+
+
+class RateFactor(NamedTuple):
+    """State of an adjustable learning rate: what the schedule's rate is multiplied by, a scalar."""
+
+    rate_factor: jax.Array
+
+
+def _scale_by_rate_factor() -> optax.GradientTransformation:
+    def update(updates: Any, state: RateFactor, params: Any = None) -> tuple[Any, RateFactor]:
+        return jax.tree.map(lambda u: (u * state.rate_factor).astype(u.dtype), updates), state
+
+    return optax.GradientTransformation(lambda _: RateFactor(jnp.ones((), float)), update)
+
+
+def rate_factor(opt_state: Any) -> Any:
+    """The factor of the learning rate in an optimiser's state; 1 where it is not adjustable."""
+    return optax.tree.get(opt_state, "rate_factor", 1.0)
+
+
+def set_rate_factor(opt_state: Any, factor: float) -> Any:
+    """The same state with another factor of the learning rate, where the old one was."""
+    old = rate_factor(opt_state)
+    return optax.tree.set(opt_state, rate_factor=jax.device_put(np.asarray(factor, old.dtype), old.sharding))
+
+
+def clip(grads: Any, norm: jax.Array, limit: float) -> Any:
+    """Gradients scaled down to a global norm of at most ``limit``, as torch's ``clip_grad_norm_``.
+
+    Args:
+        grads: Pytree; only the part that a device holds.
+        norm: Euclidean norm of the whole gradient, a scalar.
+        limit: Above 0.
+    """
+    factor = jnp.minimum(1, limit / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+    return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+
+
+class LossScale(flax.struct.PyTreeNode):
+    """Factor of the loss that keeps float16 gradients out of the range where they become 0.
+
+    The rule is that of torch's ``GradScaler``: half after a step whose gradients overflow, which changes nothing else;
+    twice after 2,000 steps in a row that do not.
+
+    Attributes:
+        factor: A power of two, float32 scalar.
+        good_steps: Steps since the factor last changed, int32 scalar.
+        skipped: Steps that overflowed, int32 scalar.
+    """
+
+    factor: jax.Array
+    good_steps: jax.Array
+    skipped: jax.Array
+
+    @classmethod
+    def first(cls) -> "LossScale":
+        """Before step 0."""
+        return cls(jnp.float32(2**15), jnp.int32(0), jnp.int32(0))
+
+    def after(self, finite: jax.Array) -> "LossScale":
+        """The next one; ``finite`` says whether the gradients of this step are numbers."""
+        grows = self.good_steps + 1 >= 2000
+        doubled = jnp.minimum(self.factor * 2, 2.0**24)
+        return LossScale(
+            factor=jnp.where(finite, jnp.where(grows, doubled, self.factor), self.factor / 2),
+            good_steps=jnp.where(finite & ~grows, self.good_steps + 1, 0),
+            skipped=self.skipped + jnp.where(finite, 0, 1),
+        )
+
+
+def skip_overflow(before: Any, after: Any, metrics: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+    """A step of float16, which changes nothing where its gradients are no numbers.
+
+    Args:
+        before: The train state before the step. Where its ``loss_scale`` is None, nothing is done.
+        after: That after it.
+        metrics: With ``grad_norm``.
+
+    Returns:
+        State and metrics. Of a step without numbers the state is the old one with the new number of steps and a smaller
+        loss scale; the metrics, ``learning_rate`` apart, are 0, that of ``count`` too.
+    """
+    if before.loss_scale is None:
+        return after, metrics
+    finite = jnp.isfinite(metrics["grad_norm"])
+    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    rate = {"learning_rate": metrics["learning_rate"]}
+    metrics = {name: jnp.where(finite, value, 0) for name, value in metrics.items()} | rate
+    return state.replace(step=after.step, loss_scale=before.loss_scale.after(finite)), metrics
+
+
+def updates_done(state: Any) -> jax.Array:
+    """Steps of a train state that changed the parameters, which is what schedules count."""
+    return state.step if state.loss_scale is None else state.step - state.loss_scale.skipped
 
 
 def kernel_mask(params: Any) -> Any:
@@ -200,6 +305,8 @@ def _after_warmup(config: OptimizerConfig, steps: int) -> optax.Schedule:
     lr = config.lr
     if config.schedule == "cosine":
         return _in_float(optax.cosine_decay_schedule(lr, steps, config.final_lr_fraction))
+    if config.schedule == "onecycle":
+        return _in_float(optax.cosine_onecycle_schedule(steps, lr))
     if config.schedule == "exponential":
         interval = config.decay_steps
         assert interval is not None

@@ -118,6 +118,7 @@ class _Stage:
         self.run_gather = _Program(lambda params: params, jax.tree.map(partition.without_fsdp, shardings.params))
         self.run_zeros = _Program(partial(jax.tree.map, jnp.zeros_like), shardings.params)
         self.run_backward = _Program(self.backward, (shardings.params, rows), donate=3)
+        self.run_square = _Program(self.square, everywhere)
         self.run_update = _Program(self.update, (kept, everywhere), donate=0)
         self.run_evaluate = _Program(self.evaluate, everywhere if last else rows)
 
@@ -140,8 +141,9 @@ class _Stage:
             )  # fmt: skip
             if not self.last:
                 return y, (new_stats, {})
-            sums = batch_sums(y, part, recipe.label_smoothing)
-            return sums["loss"] / jnp.maximum(jnp.sum(batch["weight"]), 1), (new_stats, sums)
+            sums = batch_sums(recipe, recipe.objective.measure(y, part, augment_keys_B), part["weight"])
+            count = jnp.maximum(jnp.sum(batch["weight"]), 1)
+            return sums["loss"] / (count * recipe.objective.unit), (new_stats, sums)
 
         if x is None:
             x_BHWC = preprocess(recipe, part, augment_keys_B, train=True)
@@ -155,15 +157,32 @@ class _Stage:
         grads, *g_x = vjp(inputs, jnp.ones_like(g) if self.last else g)
         return jax.tree.map(jnp.add, total, grads), tuple(g_x)
 
-    def update(self, state: TrainState, grads: Any, step: jax.Array, sums: list[Metrics]) -> tuple[TrainState, Metrics]:
-        """The new parameters, optimiser state and moving average; the squared gradient norm and added sums."""
+    def whole_grads(self, params: Any, grads: Any) -> Any:
+        """Gradients with that of weight decay in the loss, which counts once a batch."""
+        if not self.recipe.l2:
+            return grads
+        return jax.tree.map(jnp.add, grads, jax.grad(optim.l2_penalty)(params, self.recipe.l2))
+
+    def square(self, params: Any, grads: Any) -> jax.Array:
+        """What the stage adds to the squared norm of the gradient."""
+        grads = self.whole_grads(params, grads)
+        return jnp.asarray(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)), float)
+
+    def update(
+        self, state: TrainState, grads: Any, step: jax.Array, sums: list[Metrics], norm: jax.Array | None
+    ) -> tuple[TrainState, Metrics]:
+        """The new parameters, optimiser state and moving average; the squared gradient norm and added sums.
+
+        ``norm`` is that of the whole gradient, where it is clipped.
+        """
         recipe, params = self.recipe, state.params
-        if recipe.l2:
-            grads = jax.tree.map(jnp.add, grads, jax.grad(optim.l2_penalty)(params, recipe.l2))
+        square = self.square(params, grads)
+        grads = self.whole_grads(params, grads)
+        if norm is not None:
+            grads = optim.clip(grads, norm, recipe.clip_norm)
         updates, opt_state = recipe.optimizer.update(grads, state.opt_state, params)
         params = optax.apply_updates(params, updates)
         ema = optim.ema_update(state.ema, params, recipe.ema, step) if recipe.ema else None
-        square = jnp.asarray(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)), float)
         results = {name: jnp.sum(jnp.stack([part[name] for part in sums])) for name in (sums[0] if self.last else ())}
         return state.replace(params=params, opt_state=opt_state, ema=ema), results | {"square": square}
 
@@ -172,7 +191,11 @@ class _Stage:
         x = preprocess(self.recipe, batch, None, train=False) if x is None else x
         variables = {"params": params, "batch_stats": batch_stats}
         y, _ = model.apply(self.recipe.network, variables, x, train=False, dtype=self.recipe.dtype, span=self.span)
-        return batch_sums(y, batch) | {"predicted": jnp.argmax(y, -1).astype(jnp.int32)} if self.last else y
+        if not self.last:
+            return y
+        values = self.recipe.objective.measure(y, batch)
+        sums = batch_sums(self.recipe, values, batch["weight"])
+        return sums | {"predicted": values["predicted"], "sample_loss": values["loss"]}
 
 
 def _without(vjp: Any, inputs: tuple) -> Callable:
@@ -254,9 +277,11 @@ class Pipeline:
             input_shape: ``(height, width, channels)`` of one image, after cropping.
 
         Raises:
-            UsageError: If the network cannot be cut so.
+            UsageError: If the network cannot be cut so, or would compute in float16.
             ValueError: If the optimiser mixes the gradients of layers in different stages.
         """
+        if recipe.dtype == jnp.float16:
+            raise UsageError("--dtype float16 and --mesh pipe do not go together; allowed with pipe: float32, bfloat16")
         self.recipe, self.layout = recipe, layout
         create = partial(create_state, recipe, input_shape)
         spans = stage_spans(recipe.network, input_shape, layout)
@@ -289,6 +314,7 @@ class Pipeline:
         if recipe.aggregate is not None:
             keep = partial(replicas.keep_fastest, recipe.aggregate, layout, recipe.seed)
             self._run_keep = _Program(keep, layout.batch_sharding)
+        self._run_norm = _Program(lambda squares: jnp.sqrt(sum(squares)), self.stages[0].layout.replicated)
         self._run_finish = _Program(self._finish, self.stages[0].layout.replicated, donate=0)
         self.train = _Schedule(self._train, layout.batch_sharding)
         self.evaluate = _Schedule(self._evaluate, layout.batch_sharding)
@@ -332,19 +358,30 @@ class Pipeline:
                 if s:
                     g = _send(g_x[0], self.stages[s - 1].layout.batch_sharding)
 
+        norms = self._norms(states, grads) if self.recipe.clip_norm else [None] * len(self.stages)
         results = []
         for s, stage in enumerate(self.stages):
             kept = states[s].replace(step=None, batch_stats=None)
-            kept, added = stage.run_update(kept, grads[s], states[s].step, sums if stage.last else [])
+            kept, added = stage.run_update(kept, grads[s], states[s].step, sums if stage.last else [], norms[s])
             states[s] = kept.replace(batch_stats=stats[s])
             results.append(_send(added, first.layout.replicated))
-        step, metrics = self._run_finish(state.step, results)
+        step, metrics = self._run_finish(state.step, results, optim.rate_factor(states[0].opt_state))
         return self._join(states).replace(step=step), metrics
 
-    def _finish(self, step: jax.Array, results: list[Metrics]) -> tuple[jax.Array, Metrics]:
+    def _norms(self, states: list[TrainState], grads: list[Any]) -> list[jax.Array]:
+        """The norm of the whole gradient, on the devices of each stage."""
+        everywhere = self.stages[0].layout.replicated
+        squares = [
+            _send(stage.run_square(own.params, g), everywhere)
+            for stage, own, g in zip(self.stages, states, grads, strict=True)
+        ]
+        norm = self._run_norm(squares)
+        return [_send(norm, stage.layout.replicated) for stage in self.stages]
+
+    def _finish(self, step: jax.Array, results: list[Metrics], rate_factor: Any) -> tuple[jax.Array, Metrics]:
         norm = jnp.sqrt(sum(added["square"] for added in results))
         sums = {name: value for name, value in results[-1].items() if name != "square"}
-        return step + 1, sums | {"grad_norm": norm, "learning_rate": self.recipe.schedule(step)}
+        return step + 1, sums | {"grad_norm": norm, "learning_rate": self.recipe.schedule(step) * rate_factor}
 
     def _evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         x: Any = None
@@ -389,7 +426,7 @@ class Pipeline:
 
     def _batches(self, batch: Batch) -> list[Batch]:
         """The batch for each stage: images go to the first alone."""
-        small = {name: values for name, values in batch.items() if name != "image"}
+        small = {name: values for name, values in batch.items() if not name.endswith("image")}
         return [batch, *(_send(small, stage.layout.batch_sharding) for stage in self.stages[1:])]
 
     def _check_optimizer(self, params: Any) -> None:
@@ -409,7 +446,7 @@ class Pipeline:
         together, apart = map(jax.tree.leaves, jax.device_get(jax.jit(both)()))
         if not all(np.allclose(a, b, rtol=1e-4) for a, b in zip(together, apart, strict=True)):
             raise ValueError(
-                "the optimiser updates a layer by the gradients of others, as clipping by the global norm does; "
+                "the optimiser updates a layer by the gradients of others, as optax.clip_by_global_norm does; "
                 "a mesh with pipe needs one that treats each array by itself"
             )
 

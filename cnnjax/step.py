@@ -1,8 +1,9 @@
 """One step of training and of evaluation. This is the file to edit.
 
 A batch is ``{"image": [B, H, W, C], "label": int32 [B], "weight": float32 [B], "index": int32 [B]}``: weight 0 marks
-padding, index is the sample's number in the data set. The functions see the whole batch; where its rows live is the
-mesh's business (`cnnjax.strategy`).
+padding, index is the sample's number in the data set. Labels to approach are float32. Mixup adds ``other_image`` and
+``other_label``, of what each sample is mixed with. The functions see the whole batch; where its rows live is the mesh's
+business (`cnnjax.strategy`).
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from cnnjax import model, optim, replicas, spatial
-from cnnjax.augment import Augmentation, Scaling, augment, sample_keys, scale
+from cnnjax.augment import Augmentation, Scaling, augment, mixup_share, other_keys, sample_keys, scale
+from cnnjax.losses import Objective, views
 from cnnjax.networks import Network, Shape
 from cnnjax.partition import Layout
 
@@ -34,6 +36,7 @@ class TrainState(flax.struct.PyTreeNode):
     batch_stats: Any
     opt_state: Any
     ema: Any  # moving average of params, or None
+    loss_scale: optim.LossScale | None = None  # of float16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +51,9 @@ class Recipe:
     scaling: Scaling = "none"
     mean: tuple[float, ...] | None = None  # per channel of the training images, for scaling="standardize"
     std: tuple[float, ...] | None = None
-    label_smoothing: float = 0.0
+    objective: Objective = Objective()  # noqa: RUF009 (it is frozen)
     l2: float = 0.0  # weight decay in the loss
+    clip_norm: float = 0.0  # largest norm of the gradient; 0 is off
     ema: float = 0.0
     aggregate: replicas.Aggregate | None = None  # None: every sample counts
     dtype: Any = jnp.float32  # of convolutions and dense layers
@@ -67,6 +71,7 @@ def create_state(recipe: Recipe, input_shape: Shape) -> TrainState:
         batch_stats=variables["batch_stats"],
         opt_state=recipe.optimizer.init(params),
         ema=jax.tree.map(jnp.copy, params) if recipe.ema else None,
+        loss_scale=optim.LossScale.first() if recipe.dtype == jnp.float16 else None,
     )
 
 
@@ -78,21 +83,23 @@ def train_keys(recipe: Recipe, step: Any, index_B: jax.Array) -> tuple[jax.Array
 
 
 def preprocess(recipe: Recipe, batch: Batch, keys_B: jax.Array | None, *, train: bool) -> jax.Array:
-    """Pixels as the network takes them: augmented, then scaled."""
-    x_BHWC = batch["image"].astype(recipe.param_dtype)
-    x_BHWC = augment(recipe.augmentation, keys_B, x_BHWC, train=train)
-    return scale(x_BHWC, recipe.scaling, recipe.mean, recipe.std)
+    """Pixels as the network takes them: augmented, scaled, and if asked for mixed or, in evaluation, also mirrored."""
+
+    def pixels(name: str, keys_B: jax.Array | None) -> jax.Array:
+        x_BHWC = augment(recipe.augmentation, keys_B, batch[name].astype(recipe.param_dtype), train=train)
+        return scale(x_BHWC, recipe.scaling, recipe.mean, recipe.std)
+
+    x_BHWC = pixels("image", keys_B)
+    if keys_B is not None and recipe.objective.mixup:
+        share_B111 = mixup_share(keys_B, recipe.objective.mixup).astype(x_BHWC.dtype)[:, None, None, None]
+        x_BHWC = share_B111 * x_BHWC + (1 - share_B111) * pixels("other_image", other_keys(keys_B))
+    return views(x_BHWC) if recipe.objective.flip_test and not train else x_BHWC
 
 
-def batch_sums(logits_BC: jax.Array, batch: Batch, smoothing: float = 0.0) -> Metrics:
-    """Cross-entropy, hits and weight, summed over the samples that count."""
-    weight_B = batch["weight"]
-    logits_BC = logits_BC.astype(jnp.promote_types(logits_BC.dtype, jnp.float32))
-    one_hot_BC = jax.nn.one_hot(batch["label"], logits_BC.shape[-1], dtype=logits_BC.dtype)
-    losses_B = optax.softmax_cross_entropy(logits_BC, optax.smooth_labels(one_hot_BC, smoothing))
-    hits_B = jnp.argmax(logits_BC, -1) == batch["label"]
-    sums = {"loss": losses_B, "correct": hits_B, "count": jnp.ones_like(losses_B)}
-    return {name: jnp.sum(weight_B * values_B) for name, values_B in sums.items()}
+def batch_sums(recipe: Recipe, values: Metrics, weight_B: jax.Array) -> Metrics:
+    """What `Objective.measure` gives, summed over the samples that count, and their weight."""
+    values = {name: values[name] for name in recipe.objective.measures} | {"count": jnp.ones_like(values["loss"])}
+    return {name: jnp.sum(weight_B * values_B) for name, values_B in values.items()}
 
 
 def loss_fn(recipe: Recipe, layout: Layout, params: Any, batch_stats: Any, batch: Batch, step: Any, count: Any):
@@ -100,9 +107,9 @@ def loss_fn(recipe: Recipe, layout: Layout, params: Any, batch_stats: Any, batch
     augment_keys_B, dropout_keys_B = train_keys(recipe, step, batch["index"])
     x_BHWC = preprocess(recipe, batch, augment_keys_B, train=True)
     variables = {"params": layout.whole(params), "batch_stats": batch_stats}
-    logits_BC, batch_stats = forward(recipe, layout, variables, x_BHWC, dropout_keys_B, batch["weight"], train=True)
-    sums = batch_sums(logits_BC, batch, recipe.label_smoothing)
-    loss = sums["loss"] / count
+    outputs_BC, batch_stats = forward(recipe, layout, variables, x_BHWC, dropout_keys_B, batch["weight"], train=True)
+    sums = batch_sums(recipe, recipe.objective.measure(outputs_BC, batch, augment_keys_B), batch["weight"])
+    loss = sums["loss"] / (count * recipe.objective.unit)
     if recipe.l2:
         loss += optim.l2_penalty(variables["params"], recipe.l2) / layout.parts
     return loss, (batch_stats, sums)
@@ -114,9 +121,13 @@ def train_step(recipe: Recipe, layout: Layout, state: TrainState, batch: Batch) 
         kept_B = replicas.keep_fastest(recipe.aggregate, layout, recipe.seed, state.step, batch["weight"])
         batch = batch | {"weight": kept_B}
     count = jnp.maximum(layout.total(jnp.sum(batch["weight"])), 1)
+    factor = 1 if state.loss_scale is None else state.loss_scale.factor  # keeps float16 gradients above 0
 
     def gradients(batch_stats, part):
-        loss = lambda params: loss_fn(recipe, layout, params, batch_stats, part, state.step, count)  # noqa: E731
+        def loss(params):
+            value, others = loss_fn(recipe, layout, params, batch_stats, part, state.step, count)
+            return value * factor, others
+
         (_, (batch_stats, sums)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return batch_stats, (grads, sums)
 
@@ -124,23 +135,30 @@ def train_step(recipe: Recipe, layout: Layout, state: TrainState, batch: Batch) 
         batch_stats, (grads, sums) = gradients(state.batch_stats, batch)
     else:
         batch_stats, (grads, sums) = accumulate(gradients, state.batch_stats, layout.split(batch))
-    grads, sums = layout.reduced(grads), layout.total(sums)
+    grads, sums = jax.tree.map(lambda g: g / factor, layout.reduced(grads)), layout.total(sums)
     batch_stats = layout.mean(batch_stats, jnp.sum(batch["weight"]))
+    norm = layout.norm(grads)
+    if recipe.clip_norm:
+        grads = optim.clip(grads, norm, recipe.clip_norm)
 
     updates, opt_state = recipe.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     ema = optim.ema_update(state.ema, params, recipe.ema, state.step) if recipe.ema else None
-    metrics = sums | {"grad_norm": layout.norm(grads), "learning_rate": recipe.schedule(state.step)}
-    return TrainState(state.step + 1, params, batch_stats, opt_state, ema), metrics
+    rate = recipe.schedule(optim.updates_done(state)) * optim.rate_factor(opt_state)
+    metrics = sums | {"grad_norm": norm, "learning_rate": rate}
+    after = TrainState(state.step + 1, params, batch_stats, opt_state, ema, state.loss_scale)
+    return optim.skip_overflow(state, after, metrics)
 
 
 def eval_step(recipe: Recipe, layout: Layout, state: TrainState, batch: Batch) -> Metrics:
-    """Sums over the batch, and each sample's predicted class; uses the moving average where there is one."""
+    """Sums over the batch, and each sample's prediction and loss; uses the moving average where there is one."""
     params = layout.whole(state.ema if recipe.ema else state.params)
     variables = {"params": params, "batch_stats": state.batch_stats}
     x_BHWC = preprocess(recipe, batch, None, train=False)
-    logits_BC, _ = forward(recipe, layout, variables, x_BHWC, None, None, train=False)
-    return layout.total(batch_sums(logits_BC, batch)) | {"predicted": jnp.argmax(logits_BC, -1).astype(jnp.int32)}
+    outputs_BC, _ = forward(recipe, layout, variables, x_BHWC, None, None, train=False)
+    values = recipe.objective.measure(outputs_BC, batch)
+    sums = layout.total(batch_sums(recipe, values, batch["weight"]))
+    return sums | {"predicted": values["predicted"], "sample_loss": values["loss"]}
 
 
 def forward(recipe: Recipe, layout: Layout, variables, x_BHWC, sample_keys_B, weight_B, *, train: bool):

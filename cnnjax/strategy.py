@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from cnnjax import partition, pipeline
+from cnnjax.losses import Objective
 from cnnjax.networks import Shape
 from cnnjax.partition import Layout
 from cnnjax.step import Recipe, TrainState, create_state, eval_step, train_step
@@ -23,6 +24,7 @@ class Steps:
         train: ``(state, batch) -> (state, metrics)``; the state given is donated, so do not use it again.
         evaluate: ``(state, batch) -> metrics``.
         state_shardings: Tree of shardings like the state.
+        objective: What is trained for and measured.
         notes: What the layout could not split, and the stages of ``pipe``.
     """
 
@@ -30,6 +32,7 @@ class Steps:
     train: Any
     evaluate: Any
     state_shardings: Any
+    objective: Objective
     notes: tuple[str, ...] = ()
 
 
@@ -50,7 +53,7 @@ def compile_steps(recipe: Recipe, layout: Layout, input_shape: Shape, strategy: 
     partition.check_layout(strategy, layout)
     if "pipe" in layout.mesh.shape:
         pipe = pipeline.Pipeline(recipe, layout, input_shape)
-        return Steps(pipe.init, pipe.train, pipe.evaluate, pipe.state_shardings, pipe.notes)
+        return Steps(pipe.init, pipe.train, pipe.evaluate, pipe.state_shardings, recipe.objective, pipe.notes)
     init = partial(create_state, recipe, input_shape)
     shardings, notes = partition.state_shardings(jax.eval_shape(init), layout, recipe.network)
     if strategy != "jit":
@@ -60,20 +63,22 @@ def compile_steps(recipe: Recipe, layout: Layout, input_shape: Shape, strategy: 
     train: Callable = partial(train_step, recipe, layout)
     evaluate: Callable = partial(eval_step, recipe, layout)
     state, whole, batch = jax.tree.map(lambda s: s.spec, shardings), P(), P(layout.batch_axes)
-    sums = dict.fromkeys(("loss", "correct", "count"), whole)
+    sums = dict.fromkeys((*recipe.objective.measures, "count"), whole)
+    samples = ("predicted", "sample_loss")
     if strategy == "shard_map":
         spread = partial(jax.shard_map, mesh=layout.mesh, in_specs=(state, batch), check_vma=False)
         train = spread(train, out_specs=(state, whole))
-        evaluate = spread(evaluate, out_specs=sums | {"predicted": batch})
+        evaluate = spread(evaluate, out_specs=sums | dict.fromkeys(samples, batch))
     elif strategy == "pmap":
         devices = layout.mesh.devices.tolist()
         train = partition.over_leading(train, devices, out_axes=None)
-        evaluate = partition.over_leading(evaluate, devices, dict.fromkeys(sums) | {"predicted": 0})
+        evaluate = partition.over_leading(evaluate, devices, dict.fromkeys(sums) | dict.fromkeys(samples, 0))
     placed = (shardings, layout.batch_sharding)
     return Steps(
         init=jax.jit(init, out_shardings=shardings),
         train=jax.jit(train, in_shardings=placed, out_shardings=(shardings, layout.replicated), donate_argnums=0),
         evaluate=jax.jit(evaluate, in_shardings=placed, out_shardings=layout.replicated),
         state_shardings=shardings,
+        objective=recipe.objective,
         notes=tuple(notes),
     )

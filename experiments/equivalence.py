@@ -25,6 +25,7 @@ from cnnjax.config import TrainConfig
 from cnnjax.datasets.base import Dataset
 from cnnjax.datasets.order import batches, epoch_order
 from cnnjax.feed import Feed
+from cnnjax.losses import Objective
 from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
 from cnnjax.partition import Layout
 from cnnjax.step import Recipe, TrainState
@@ -160,7 +161,7 @@ def make_problem(
     recipe = Recipe(
         network, make_optimizer(config, steps + 1), make_schedule(config, steps + 1), seed=seed,
         augmentation=Augmentation(True, 2, brightness=20.0, contrast=(0.7, 1.3)), scaling="standardize",
-        mean=mean, std=std, label_smoothing=0.1, ema=0.9, dtype=dtype, param_dtype=dtype,
+        mean=mean, std=std, objective=Objective(label_smoothing=0.1), ema=0.9, dtype=dtype, param_dtype=dtype,
     )  # fmt: skip
     return Problem(recipe, train, evaluated, batch_size, steps)
 

@@ -14,8 +14,8 @@ PACKAGE = ROOT / "cnnjax"
 ROAD = [
     {"networks", "config"},
     {"datasets", "spatial"},
-    {"augment", "metrics", "console", "ops", "optim"},
-    {"model", "partition"},
+    {"augment", "metrics", "console", "ops", "optim", "patience"},
+    {"model", "partition", "losses", "scores"},
     {"replicas"},
     {"step", "checkpoint", "rundir", "feed", "distributed"},
     {"pipeline"},

@@ -14,7 +14,8 @@ from cnnjax.augment import Augmentation
 from cnnjax.datasets.digits import load_digits
 from cnnjax.datasets.order import batches
 from cnnjax.explain import Collective, Explanation, Machine, Parameter, collectives, device_groups, hlo
-from cnnjax.feed import gather
+from cnnjax.feed import abstract_batch, gather
+from cnnjax.losses import Objective
 from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
 from cnnjax.partition import Layout
 from cnnjax.step import Recipe
@@ -402,7 +403,7 @@ def test_the_report_names_its_assumptions_and_its_numbers():
 def test_the_explained_batch_is_the_one_that_is_fed():
     digits, layout = load_digits((32, 32, 3)).train, Layout(partition.make_mesh("data=4")[0], microbatches=2)
     fed = gather(digits, next(iter(batches(np.arange(len(digits)), 18))), layout)
-    abstract = explain.abstract_batch(layout, 18, digits.image_shape)
+    abstract = abstract_batch(Objective(), layout, 18, digits.image_shape)
     assert {k: (v.shape, v.dtype) for k, v in fed.items()} == {k: (v.shape, v.dtype) for k, v in abstract.items()}
 
 

@@ -18,6 +18,7 @@ from cnnjax import model, networks, partition
 from cnnjax.augment import Augmentation
 from cnnjax.checkpoint import Checkpoints
 from cnnjax.config import UsageError
+from cnnjax.losses import Objective
 from cnnjax.networks import BatchNorm, Conv, Dense, Dropout, Flatten, MaxPool, Relu, Residual
 from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
 from cnnjax.partition import Layout
@@ -43,8 +44,8 @@ def recipe(network=NETWORK, optimizer="nesterov", **options):
     config = OptimizerConfig(optimizer, 0.05, schedule="cosine", weight_decay=1e-2)
     dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
     options = {
-        "augmentation": Augmentation(flip=True), "scaling": "unit", "label_smoothing": 0.1, "l2": 0.01,
-        "ema": 0.9, "dtype": dtype, "param_dtype": dtype,
+        "augmentation": Augmentation(flip=True), "scaling": "unit", "objective": Objective(label_smoothing=0.1),
+        "l2": 0.01, "ema": 0.9, "dtype": dtype, "param_dtype": dtype,
     } | options  # fmt: skip
     return Recipe(network, make_optimizer(config, STEPS), make_schedule(config, STEPS), 7, **options)
 
@@ -68,7 +69,7 @@ def train(steps, where, state, start=0, stop=STEPS, **options):
     for step in range(start, stop):
         state, metrics = steps.train(state, batch(where, step, **options))
         records.append(metrics)
-    evaluated = steps.evaluate(state, batch(where, 0, **options)) | {"predicted": 0}
+    evaluated = steps.evaluate(state, batch(where, 0, **options)) | {"predicted": 0, "sample_loss": 0}
     return state, jax.device_get((records, state, evaluated))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from cnnjax import networks, partition
 from cnnjax.augment import Augmentation
+from cnnjax.losses import Objective
 from cnnjax.networks import BatchNorm, Conv, Dense, Dropout, Flatten, MaxPool, Relu
 from cnnjax.partition import Layout
 from cnnjax.step import Recipe, batch_sums, create_state, eval_step, preprocess, train_step
@@ -65,7 +66,8 @@ def test_a_micro_batch_of_padding_alone_changes_nothing(mesh):
 def test_the_update_is_the_gradient_of_the_weighted_mean_loss(x64, smoothing, l2):
     """Against central differences of an independent NumPy loss, with padding in the batch."""
     one, start = batch(6, valid=5), create_state(recipe(), SHAPE)
-    after, metrics = jax.jit(lambda s, b: train_step(recipe(label_smoothing=smoothing, l2=l2), ONE, s, b))(start, one)
+    options = recipe(objective=Objective(smoothing), l2=l2)
+    after, metrics = jax.jit(lambda s, b: train_step(options, ONE, s, b))(start, one)
     params, stats = jax.tree.map(np.array, (start.params, start.batch_stats))
 
     def loss():
@@ -95,7 +97,8 @@ def test_the_update_is_the_gradient_of_the_weighted_mean_loss(x64, smoothing, l2
 
 def test_metrics_are_sums_over_the_samples_that_count():
     logits = jnp.array([[2.0, 0, 0], [0, 3, 0], [0, 0, 5], [9, 9, 9]])
-    sums = batch_sums(logits, {"label": jnp.array([0, 2, 2, 0]), "weight": jnp.array([1.0, 1, 1, 0])})
+    values = Objective().measure(logits, {"label": jnp.array([0, 2, 2, 0])})
+    sums = batch_sums(recipe(), values, jnp.array([1.0, 1, 1, 0]))
     expected = reference.cross_entropy(np.asarray(logits, np.float64), np.array([0, 2, 2, 0]))[:3]
     np.testing.assert_allclose(sums["loss"], expected.sum(), rtol=1e-6)
     assert (sums["correct"], sums["count"]) == (2, 3)

@@ -6,10 +6,10 @@ from collections import defaultdict
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from cnnjax import networks, partition
 from cnnjax.explain.hlo import Collective, collectives
+from cnnjax.feed import abstract_batch
 from cnnjax.networks import Shape
 from cnnjax.partition import Layout
 from cnnjax.pipeline import Pipeline
@@ -129,16 +129,6 @@ def abstract_state(steps: Steps | Pipeline) -> Any:
     )
 
 
-def abstract_batch(layout: Layout, batch_size: int, image_shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of uint8 images likewise."""
-    rows, sharding = len(layout.rows(batch_size)), layout.batch_sharding
-    arrays = {"image": (jnp.uint8, image_shape), "label": (jnp.int32, ()), "weight": (jnp.float32, ()),
-              "index": (jnp.int32, ())}  # fmt: skip
-    return {
-        name: jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding) for name, (dtype, shape) in arrays.items()
-    }
-
-
 def explain(
     recipe: Recipe,
     layout: Layout,
@@ -163,7 +153,10 @@ def explain(
     if "pipe" in layout.mesh.shape:
         raise ValueError(f"mesh {partition.describe(layout.mesh)}: explain_stages is for meshes with pipe")
     steps = compile_steps(recipe, layout, input_shape, strategy)
-    state, batch = abstract_state(steps), abstract_batch(layout, batch_size, image_shape or input_shape)
+    state, batch = (
+        abstract_state(steps),
+        abstract_batch(recipe.objective, layout, batch_size, image_shape or input_shape),
+    )
     # The machine code will not run, so it need not be fast; on CPU nothing else depends on this.
     quick = {"xla_backend_optimization_level": 0} if layout.mesh.devices.flat[0].platform == "cpu" else None
     compiled = steps.train.lower(state, batch).compile(compiler_options=quick)

@@ -13,8 +13,9 @@ import jax
 
 from cnnjax import networks, pipeline
 from cnnjax.explain import words
-from cnnjax.explain.cost import Explanation, abstract_batch, abstract_state, bytes_each, state_fields
+from cnnjax.explain.cost import Explanation, abstract_state, bytes_each, state_fields
 from cnnjax.explain.hlo import ASSUMED, Collective, Machine, collectives
+from cnnjax.feed import abstract_batch
 from cnnjax.networks import Shape
 from cnnjax.partition import Layout
 from cnnjax.step import Recipe
@@ -33,7 +34,10 @@ def explain_stages(
         image_shape: The same before cropping; ``input_shape`` where None.
     """
     pipe = pipeline.Pipeline(recipe, layout, input_shape)
-    state, batch = abstract_state(pipe), abstract_batch(layout, batch_size, image_shape or input_shape)
+    state, batch = (
+        abstract_state(pipe),
+        abstract_batch(recipe.objective, layout, batch_size, image_shape or input_shape),
+    )
     pipe.train.lower(state, batch)  # fills in the results and compiled programs that are read below
     found: list[_Found] = []
     for number, stage in enumerate(pipe.stages):
@@ -67,6 +71,8 @@ def _explain_stage(
     runs = [(stage.run_forward, parts), (stage.run_backward, parts), (stage.run_update, 1)]
     if stage.layout.size("fsdp") > 1:
         runs.append((stage.run_gather, 1))
+    if recipe.clip_norm:
+        runs.append((stage.run_square, 1))
     memory = {program: program.compiled.memory_analysis() for program, _ in runs}
     scratch = {program: memory[program].temp_size_in_bytes for program in memory}
     kept = parts * (bytes_each(saved) + x_bytes)
@@ -85,7 +91,7 @@ def _explain_stage(
         traffic.append(_sent(y_bytes, output.shape, parts, f"activations to stage {number + 1}"))
     if received is not None:
         traffic.append(_sent(x_bytes, received.shape, parts, f"gradients to stage {number - 1}"))
-    own_batch = batch if stage.first else {name: array for name, array in batch.items() if name != "image"}
+    own_batch = batch if stage.first else {name: array for name, array in batch.items() if not name.endswith("image")}
     flops = sum(
         float((program.compiled.cost_analysis() or {}).get("flops", math.nan)) * times for program, times in runs
     )
