@@ -56,23 +56,25 @@ class Checkpoints:
     Best is the highest ``rating`` given to `save`; checkpoints saved without one cannot be best.
     """
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int, read_only: bool = False):
         """Opens, or creates, the folder; what a killed process left half written or half deleted is removed.
 
         Args:
             directory: Folder of the checkpoints, one subfolder a step.
             keep: Newest checkpoints that stay.
+            read_only: Changes nothing, as another process may be writing there.
 
         Raises:
             UsageError: If the folder cannot be read.
         """
         rating = operator.itemgetter("rating")
         best = BestN(get_metric_fn=rating, n=1, keep_checkpoints_without_metrics=False)
-        self.directory = Path(directory).absolute()
+        self.directory, self._read_only = Path(directory).absolute(), read_only
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
             best_fn=rating,  # without it, metrics are not written
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
             todelete_subdir=_DISCARDED,
             async_options=_waiting_for_processes() if jax.process_count() > 1 else None,
         )
@@ -107,6 +109,10 @@ class Checkpoints:
                 ),
                 metrics=None if rating is None else {"rating": rating},
             )
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints."""
+        return sorted(self._manager.all_steps())
 
     def newest(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
@@ -159,5 +165,5 @@ class Checkpoints:
         return _failing(f"{self.directory}: a checkpoint cannot be written", "is the disk full?")
 
     def _discard(self) -> None:
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not self._read_only:
             shutil.rmtree(self.directory / _DISCARDED, ignore_errors=True)

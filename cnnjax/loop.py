@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cnnjax import metrics, optim, partition, rundir, scores
 from cnnjax.checkpoint import Checkpoints
@@ -21,6 +20,7 @@ from cnnjax.console import Console
 from cnnjax.datasets.base import Dataset
 from cnnjax.datasets.order import batches, epoch_order, num_batches
 from cnnjax.distributed import Processes, Votes
+from cnnjax.evaluation import Evaluation, evaluate
 from cnnjax.feed import Feed, abstract_batch
 from cnnjax.metrics import Sums
 from cnnjax.partition import Layout
@@ -58,16 +58,6 @@ class Position:
     batch: int = 0
     learning_rate: float = 0.0  # of the last step
     sums: Sums = dataclasses.field(default_factory=Sums)
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """Sums, predictions and losses over one data set, and the seconds that it took."""
-
-    sums: Sums
-    predicted_N: np.ndarray
-    losses_N: np.ndarray
-    seconds: float
 
 
 @jax.jit
@@ -390,22 +380,7 @@ class Fit:
 
     def _evaluate(self, state: TrainState, dataset: Dataset) -> Evaluation | None:
         """Evaluates every image once; None if a signal came."""
-        start = time.perf_counter()
-        sums = Sums()
-        found: dict[str, list[np.ndarray]] = {"predicted": [], "sample_loss": []}
-        place = self.layout.rows(self.config.batch_size)
-        with Feed(dataset, batches(np.arange(len(dataset)), self.config.batch_size), self.layout) as feed:
-            for batch in feed:
-                if self._stopping():
-                    return None
-                results = jax.device_get(self.eval_step(state, batch))
-                sums.add(results)
-                for name, parts in found.items():
-                    in_order_B = np.empty(self.config.batch_size, results[name].dtype)
-                    in_order_B[place[place >= 0]] = results[name][place >= 0]
-                    parts.append(in_order_B)
-        predicted_N, losses_N = (np.concatenate(parts)[: len(dataset)] for parts in found.values())
-        return Evaluation(sums, predicted_N, losses_N, time.perf_counter() - start)
+        return evaluate(self.eval_step, state, dataset, self.layout, self.config.batch_size, self._stopping)
 
     @property
     def classes(self) -> int:

@@ -9,7 +9,7 @@ import dataclasses
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,10 @@ class StepsFile:
         self._file.close()
 
 
-def write_predictions(path: Path, predicted: Iterable[float]) -> None:
-    """Writes ``ImageId,Label`` rows, counted from 1, in the order of the data set."""
-    rows = "".join(f"{i},{label}\n" for i, label in enumerate(predicted, start=1))
-    replace_file(path, "ImageId,Label\n" + rows)
+def write_predictions(path: Path, predicted: Sequence[Any], names: Sequence[str] | None = None) -> None:
+    """Writes ``ImageId,Label`` rows, in the order of the data set; images without names are counted from 1."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("ImageId", "Label"))
+    writer.writerows(zip(names or range(1, len(predicted) + 1), predicted, strict=True))
+    replace_file(path, text.getvalue())

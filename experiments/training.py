@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import tyro
 
 from cnnjax import networks
-from cnnjax.config import TrainConfig, UsageError, flag, parse_aggregate, parse_class_weights, parse_image_shape
+from cnnjax.config import TrainConfig, UsageError, flag, parse_image_shape
 
 Presets = Mapping[str, TrainConfig]
 Options = TypeVar("Options")
@@ -194,6 +194,8 @@ def _train(
     """The rest, which the `cnnjax.distributed.Processes` of a run do in step."""
     from cnnjax import datasets, distributed, explain, partition, rundir
     from cnnjax.console import Console
+    from cnnjax.metrics import replace_file
+    from experiments.assembly import MODEL_FILE, Facts, choose, input_shape, make_recipe
 
     def find_run() -> list[str | None]:
         path, saved = rundir.find_run(experiment, config)
@@ -227,9 +229,11 @@ def _train(
         if saved is not None:
             rundir.check_same_run(path, config, saved)
         own = ("coordinator", "process_id", "run_dir", "quiet")
-        facts = {flag(name): value for name, value in dataclasses.asdict(config).items() if name not in own}
-        processes.same("options and data", facts | {"images": len(splits.train), "data set": splits.train.name})
-        recipe, training, validation = assemble(config, splits)
+        given = {flag(name): value for name, value in dataclasses.asdict(config).items() if name not in own}
+        processes.same("options and data", given | {"images": len(splits.train), "data set": splits.train.name})
+        training, validation = choose(config, splits)
+        facts = Facts.of(config, training, splits)
+        recipe = make_recipe(config, facts)
         if config.explain:
             shape = input_shape(config, training.image_shape)
             if "pipe" in layout.mesh.shape:
@@ -250,6 +254,8 @@ def _train(
         run = processes.first_then_others(lambda: rundir.open_run(path, config.overwrite, writes=processes.first))
         if saved is None:  # at once, so that a run that is killed before its first checkpoint has its options
             rundir.write_config(run, config)
+        if run.writes:
+            replace_file(path / MODEL_FILE, facts.to_json())
 
     from cnnjax.loop import Fit, NotFinite
 
@@ -288,148 +294,3 @@ def _train(
             console.warn(f"stopped by {result.stopped_by.name} at step {result.step}, checkpoint saved; {how}")
             return 130 if result.stopped_by == signal.SIGINT else 0
     return 0
-
-
-def input_shape(config: TrainConfig, image_shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Shape in which images reach the network, after ``--crop-to``.
-
-    Raises:
-        ValueError: If the images are smaller than that.
-    """
-    height, width, channels = image_shape
-    if config.crop_to is None:
-        return image_shape
-    if config.crop_to > min(height, width):
-        raise ValueError(f"--crop-to is {config.crop_to}; allowed: 1 to {min(height, width)}, the images' size")
-    return config.crop_to, config.crop_to, channels
-
-
-def assemble(config: TrainConfig, splits: Any) -> tuple[Any, Any, Any]:
-    """Network, optimiser and data from the options.
-
-    Returns:
-        Recipe, training set, validation set.
-
-    Raises:
-        ValueError: If options and data do not fit together; names the flag.
-    """
-    import jax.numpy as jnp
-
-    from cnnjax.augment import Augmentation
-    from cnnjax.datasets.order import num_batches, split_validation
-    from cnnjax.losses import Objective
-    from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
-    from cnnjax.replicas import Aggregate, stale, stale_schedule
-    from cnnjax.step import Recipe
-
-    training, validation = splits.train, splits.test
-    if config.validation_split:
-        try:
-            kept, held_out = split_validation(len(training), config.validation_split, config.seed)
-        except ValueError as error:
-            raise ValueError(f"--validation-split is {config.validation_split}: {error}") from None
-        training, validation = training.subset(kept), training.subset(held_out)
-    elif validation is None:
-        why = "".join(f" ({note})" for note in splits.notes)
-        raise ValueError(f"--data {training.source} has no test images{why}: give --validation-split, such as 0.1")
-
-    classes = outputs(config, training)
-    for name in ("label_smoothing", "class_weights", "classes"):
-        if training.task == "regression" and getattr(config, name):
-            raise ValueError(f"{flag(name)} is {getattr(config, name)}, but the labels are numbers, not classes")
-    if config.batch_size == 1 and config.mixup:
-        raise ValueError("--mixup mixes images of a batch; allowed: --batch-size of 2 or more")
-    network = networks.build_cnn(config.network, classes)
-    height, width, channels = input_shape(config, training.image_shape)
-    try:
-        networks.output_shape(network, (height, width, channels))
-    except ValueError as error:
-        images = f"{height}x{width}x{channels} images of {training.name}"
-        if config.crop_to is not None:
-            images += f" after --crop-to {config.crop_to}"
-        raise ValueError(f"--network {config.network} cannot take the {images}: {error}") from None
-
-    epoch_steps = num_batches(len(training), config.batch_size)
-    total_steps = (config.epochs or 1) * epoch_steps
-    shared = {f.name for f in dataclasses.fields(OptimizerConfig)} & {f.name for f in dataclasses.fields(TrainConfig)}
-    warmup_steps = round(config.warmup_epochs * epoch_steps)
-    if warmup_steps >= total_steps:
-        raise ValueError(f"--warmup-epochs is {config.warmup_epochs}; allowed: below --epochs, {config.epochs}")
-    if config.schedule == "onecycle" and total_steps < 4:
-        raise ValueError(f"--schedule onecycle needs at least 4 steps, but --epochs gives {total_steps}")
-    try:
-        optimizer = OptimizerConfig(
-            **{name: getattr(config, name) for name in shared},
-            warmup_steps=warmup_steps,
-            adjustable=config.plateau > 0,
-            decay_steps=max(round(config.decay_epochs * epoch_steps), 1) if config.schedule == "exponential" else None,
-        )
-    except ValueError as error:
-        raise ValueError(re.sub(rf"\b({'|'.join(shared)})\b", lambda name: flag(name[0]), str(error))) from None
-    standardize = config.scaling == "standardize"
-    mean, std = training.channel_moments() if standardize or config.cutout else (None, None)
-    recipe = Recipe(
-        network=network,
-        optimizer=stale(make_optimizer(optimizer, total_steps), config.stale),
-        schedule=stale_schedule(make_schedule(optimizer, total_steps), config.stale),
-        seed=config.seed,
-        augmentation=Augmentation(
-            config.flip == "on", config.crop_padding or 0, config.crop_to, config.brightness, config.contrast,
-            config.translate, config.cutout, mean or (0.0,),
-        ),
-        scaling=config.scaling,
-        mean=mean if standardize else None,
-        std=std if standardize else None,
-        objective=Objective(
-            config.label_smoothing, class_weights(config, training, classes), label_moments(training), config.mixup,
-            config.flip_test,
-        ),
-        clip_norm=config.clip_norm,
-        l2=config.weight_decay if config.weight_decay_kind == "loss" else 0.0,
-        ema=config.ema,
-        aggregate=Aggregate(*shares, config.batch_size) if (shares := parse_aggregate(config.aggregate)) else None,
-        dtype=jnp.float64 if config.x64 else jnp.dtype(config.dtype),
-        param_dtype=jnp.float64 if config.x64 else jnp.float32,
-    )  # fmt: skip
-    return recipe, training, validation
-
-
-def outputs(config: TrainConfig, training: Any) -> int:
-    """Outputs of the network: one a class, or one number.
-
-    Raises:
-        ValueError: If ``--classes`` is below those of the data.
-    """
-    if training.task == "regression":
-        return 1
-    in_data = len(training.class_names)
-    classes = config.classes or in_data
-    if classes < in_data:
-        raise ValueError(f"--classes is {classes}, but {training.name} has {in_data}; allowed: {in_data} or more")
-    return classes
-
-
-def class_weights(config: TrainConfig, training: Any, classes: int) -> tuple[float, ...] | None:
-    """What ``--class-weights`` asks for; ``balanced`` is images / (classes * images of the class), as in scikit-learn.
-
-    Raises:
-        ValueError: If there is not one number a class.
-    """
-    import numpy as np
-
-    weights = parse_class_weights(config.class_weights)
-    if weights == "balanced":
-        counts = np.bincount(training.labels_N, minlength=classes)
-        present = np.count_nonzero(counts)
-        return tuple((len(training) / (present * np.maximum(counts, 1))).tolist())
-    if weights is not None and len(weights) != classes:
-        raise ValueError(f"--class-weights has {len(weights)} numbers, but there are {classes} classes")
-    return weights  # type: ignore[return-value]  # the only text is "balanced"
-
-
-def label_moments(training: Any) -> tuple[float, float] | None:
-    """Mean and standard deviation of labels that are numbers; None for classes."""
-    if training.task == "classification":
-        return None
-    labels_N = training.labels_N.astype(float)
-    return float(labels_N.mean()), float(labels_N.std()) or 1.0

@@ -18,7 +18,7 @@ ROAD = [
     {"model", "partition", "losses", "scores"},
     {"replicas"},
     {"step", "checkpoint", "rundir", "feed", "distributed"},
-    {"pipeline"},
+    {"pipeline", "evaluation"},
     {"strategy"},
     {"loop", "explain"},
 ]

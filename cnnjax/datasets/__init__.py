@@ -2,5 +2,17 @@
 
 from cnnjax.datasets.base import Dataset, ReadOptions, Splits
 from cnnjax.datasets.search import READERS, Found, Reader, load, reader_names
+from cnnjax.datasets.unseen import Unseen, read_unseen
 
-__all__ = ["READERS", "Dataset", "Found", "ReadOptions", "Reader", "Splits", "load", "reader_names"]
+__all__ = [
+    "READERS",
+    "Dataset",
+    "Found",
+    "ReadOptions",
+    "Reader",
+    "Splits",
+    "Unseen",
+    "load",
+    "read_unseen",
+    "reader_names",
+]

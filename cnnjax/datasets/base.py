@@ -128,6 +128,8 @@ class Splits:
         notes: Sentences that every output should repeat.
         said: Sentences on what was found in the files, to be printed once.
         read_as: What was found, as values of the options that would say it: see `ReadOptions.flags`.
+        pixel_scale: ``(factor, offset)`` of the `cnnjax.datasets.pixels.Scale` that made pixels of a file's numbers;
+            None where the files hold pixels.
     """
 
     train: Dataset
@@ -136,6 +138,7 @@ class Splits:
     notes: tuple[str, ...] = ()
     said: tuple[str, ...] = ()
     read_as: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    pixel_scale: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,18 @@ from cnnjax.datasets.csv_columns import PLACES, Columns, choose_label, find_colu
 from cnnjax.datasets.csv_form import EXPECTED, SPACES, Form, fault, line_of, look
 from cnnjax.datasets.files import GZIP_ERRORS, damaged, holds, is_gzip
 from cnnjax.datasets.labels import Encoded, encode
-from cnnjax.datasets.pixels import RANGES, Extent, Scale, arrange, extent, find_scale, guess_order, limits, shared_scale
+from cnnjax.datasets.pixels import (
+    RANGES,
+    Extent,
+    Scale,
+    arrange,
+    extent,
+    find_scale,
+    guess_order,
+    limits,
+    shape_size,
+    shared_scale,
+)
 
 _SUFFIX = r"\.(csv|tsv)(\.gz)?"
 _TRAIN = re.compile(rf"(.*[-_. ])?train(ing)?{_SUFFIX}", re.IGNORECASE)
@@ -87,7 +98,36 @@ def read(path: Path, options: ReadOptions | None = None) -> Splits:
     flags = " ".join(f"--{option.replace('_', '-')} {shlex.quote(value)}" for option, value in read_as.items())
     said.append(f"{path} read as with {flags}")
     test = datasets[1] if len(datasets) > 1 else None
-    return Splits(datasets[0], test, unlabelled, tuple(notes), tuple(said), read_as)
+    scaled = scale.factor, scale.offset
+    return Splits(datasets[0], test, unlabelled, tuple(notes), tuple(said), read_as, scaled)
+
+
+def read_alone(path: Path, options: ReadOptions, scale: Scale) -> tuple[np.ndarray, np.ndarray | None]:
+    """Reads one file as another one was read.
+
+    Args:
+        path: The file, with labels or without.
+        options: Those that said how the other one was read, with ``image_shape``.
+        scale: Its scale of pixels.
+
+    Returns:
+        Images, uint8 ``[N, H, W, C]``, and labels as they are written, or None.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is damaged, or its columns or pixels are others; names line, column and value.
+    """
+    form = look(path)
+    shape = options.image_shape
+    assert shape is not None
+    if form.columns - len(form.id_columns) == shape_size(shape):
+        options = dataclasses.replace(options, label_column="none")
+    table = read_table(form, find_columns(form, options))
+    if not scale.low <= table.extent.low <= table.extent.high <= scale.high:
+        raise _outside(table, scale.low, scale.high, f"{scale.low:g} to {scale.high:g}, as in training")
+    pixels_NP, _ = scale.apply(table.values_NP)
+    images_NHWC = arrange(pixels_NP, shape, _order(table, shape, options))
+    return images_NHWC, None if table.labels is None else _with_points(table.labels, form)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

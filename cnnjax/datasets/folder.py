@@ -80,7 +80,29 @@ def read(path: Path, options: ReadOptions | None = None) -> Splits:
     return Splits(datasets[0], datasets[1] if test is not None else None, said=tuple(said))
 
 
-def _is_image(name: str) -> bool:
+def read_flat(path: Path, shape: Shape) -> tuple[np.ndarray, list[str]]:
+    """One image file, or those of a folder without class folders.
+
+    Args:
+        path: File or folder.
+        shape: Height, width and channels, to which images are resized.
+
+    Returns:
+        Images, uint8 ``[N, H, W, C]``, in the order of their names, and these names.
+
+    Raises:
+        FileNotFoundError: If there are none.
+        ValueError: If a file is no image, or Pillow is not installed.
+    """
+    files = [path] if path.is_file() else sorted(entry for entry in path.iterdir() if is_image(entry.name))
+    if not files:
+        raise FileNotFoundError(f"{path}: holds {holds(path)}; expected images ({', '.join(_SUFFIXES)})")
+    _common_shape(files, shape)
+    return np.stack([_pixels(file, shape) for file in files]), [file.name for file in files]
+
+
+def is_image(name: str) -> bool:
+    """Whether a file's name is that of an image."""
     return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
 
 
@@ -95,7 +117,7 @@ def _classes(folder: Path) -> list[Path]:
 def _walk(folder: Path) -> Iterator[Path]:
     for base, folders, names in os.walk(folder):
         folders.sort()
-        yield from (Path(base) / name for name in sorted(names) if _is_image(name))
+        yield from (Path(base) / name for name in sorted(names) if is_image(name))
 
 
 def _files(folder: Path) -> list[tuple[Path, str]]:

@@ -12,6 +12,7 @@ from cnnjax.datasets.files import file_beginning
 from cnnjax.datasets.labels import encode
 from cnnjax.datasets.pixels import (
     RANGES,
+    Scale,
     arrange,
     ask_for_shape,
     extent,
@@ -86,7 +87,36 @@ def read(path: Path, options: ReadOptions | None = None) -> Splits:
         size = "x".join(map(str, images_NHWC.shape[1:]))
         said.append(f"{path}: {name} holds {len(images_NHWC):,} images of {size}; {scale.describe(found, rounding)}")
     said[0] += f"; {encoded.describe()}"
-    return Splits(datasets[0], datasets[1] if len(datasets) > 1 else None, said=tuple(said))
+    test = datasets[1] if len(datasets) > 1 else None
+    return Splits(datasets[0], test, said=tuple(said), pixel_scale=(scale.factor, scale.offset))
+
+
+def read_alone(path: Path, options: ReadOptions, scale: Scale) -> np.ndarray | None:
+    """Images without labels, read as those of another file were.
+
+    Args:
+        path: The file.
+        options: Those that said how the other one was read, with ``image_shape``.
+        scale: Its scale of pixels.
+
+    Returns:
+        Images, uint8 ``[N, H, W, C]``; None where the file does not hold just one array.
+
+    Raises:
+        ValueError: If the file is damaged, or its images are of another shape or range; names the array.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if len(arrays.files) != 1:
+                return None
+            name, x = arrays.files[0], arrays[arrays.files[0]]
+    except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}; expected an array of images") from None
+    rows_NP, shape, order = _rows(f"{path}: {name}", x, options.image_shape, options.pixel_order)
+    found = extent(rows_NP)
+    if not scale.low <= found.low <= found.high <= scale.high:
+        raise ValueError(f"{path}: {name} holds {found}; expected {scale.low:g} to {scale.high:g}, as in training")
+    return np.ascontiguousarray(arrange(scale.apply(rows_NP)[0], shape, order))
 
 
 def _load(path: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
