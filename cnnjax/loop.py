@@ -390,7 +390,7 @@ class Fit:
     def _more_columns(self) -> tuple[str, ...]:
         if self.train.task == "regression":
             return metrics.NUMBER_COLUMNS
-        return metrics.TOP5_COLUMNS if self.classes > 5 else ()
+        return metrics.TOP5_COLUMNS if self.classes > 10 else ()
 
     def _write_epoch(self, validated: Evaluation | None) -> None:
         config, sums = self.config, self.position.sums
@@ -411,7 +411,7 @@ class Fit:
             "epoch": self.position.epoch + 1,
             "step": self.step,
             **dict.fromkeys(("accuracy", "val_loss", "val_accuracy", *self._more_columns())),
-            **means,
+            **{name: value for name, value in means.items() if name in (*metrics.COLUMNS, *self._more_columns())},
             "learning_rate": self.position.learning_rate,
             "compile_s": round(self.compile_s, 4),
             "train_s": round(sums.train_s, 4),

@@ -23,7 +23,7 @@ COLUMNS = (
 
 
 # Further columns, at the end.
-TOP5_COLUMNS = ("top5_accuracy", "val_top5_accuracy")  # of more than five classes
+TOP5_COLUMNS = ("top5_accuracy", "val_top5_accuracy")  # of more than ten classes
 NUMBER_COLUMNS = ("mae", "r2", "val_mae", "val_r2")  # of regression, whose accuracies are empty
 
 

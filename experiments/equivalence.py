@@ -198,12 +198,13 @@ def train(problem: Problem, case: Case) -> Outcome:
         state, metrics = jax.block_until_ready(step(state, batch))
         train_s += time.perf_counter() - start
         results.append(jax.device_get(metrics))
-    evaluation, predicted = np.zeros(3), []
+    measures = (*problem.recipe.objective.measures, "count")
+    evaluation, predicted = np.zeros(len(measures)), []
     place = layout.rows(problem.batch_size)
     with Feed(problem.evaluated, batches(np.arange(len(problem.evaluated)), problem.batch_size), layout) as feed:
         for batch in feed:
             sums = jax.device_get(steps.evaluate(state, batch))
-            evaluation += [sums["loss"], sums["correct"], sums["count"]]
+            evaluation += [sums[name] for name in measures]
             predicted.append(sums["predicted"][place >= 0][np.argsort(place[place >= 0])])
     losses_T = np.array([float(one["loss"]) / float(one["count"]) for one in results])
     norms_T = np.array([float(one["grad_norm"]) for one in results])
@@ -214,7 +215,8 @@ def train(problem: Problem, case: Case) -> Outcome:
 def _batches(problem: Problem, layout: Layout) -> Iterator[dict[str, jax.Array]]:
     for epoch in itertools.count():
         order_N = epoch_order(problem.recipe.seed, epoch, len(problem.images))
-        with Feed(problem.images, batches(order_N, problem.batch_size), layout) as feed:
+        mixup = bool(problem.recipe.objective.mixup)
+        with Feed(problem.images, batches(order_N, problem.batch_size), layout, mixup=mixup) as feed:
             yield from feed
 
 

@@ -15,12 +15,14 @@ from cnnjax.augment import (
     Augmentation,
     augment,
     center_crop,
+    cutout,
     per_image_standardization,
     random_brightness,
     random_contrast,
     random_crop,
     random_crop_to,
     random_flip,
+    random_translate,
     sample_keys,
     scale,
 )
@@ -82,6 +84,39 @@ def test_crop_to_takes_windows_at_every_place():
     assert y.shape == (COUNT, 5, 5, 2)
     at = places(x, y)
     assert {tuple(place) for place in at.tolist()} == {(i, j) for i in range(2) for j in range(3)}
+
+
+def test_translation_repeats_edges_at_every_shift():
+    x = images((COUNT, 6, 9, 2))
+    y = random_translate(keys(), x, 1)
+    assert y.shape == x.shape
+    at = places(np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge"), y)
+    assert {tuple(place) for place in at.tolist()} == {(i, j) for i in range(3) for j in range(3)}
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 40])
+def test_cutout_paints_one_square_around_a_pixel(size):
+    x = images((COUNT, 8, 11, 3))
+    painted = (np.asarray(cutout(keys(), x, size, (300.0, 301.0, 302.0))) == [300, 301, 302]).all(-1)
+    kept = np.asarray(cutout(keys(), x, size, (-1.0,)))
+    assert np.array_equal(kept[~painted], x[~painted]) and (kept[painted] == -1).all()
+    centres = set()
+    for mask in painted:
+        fitting = [
+            (row, column)
+            for row in range(8)
+            for column in range(11)
+            if np.array_equal(mask, _square(row - size // 2, column - size // 2, size))
+        ]
+        assert fitting
+        centres.update(fitting)
+    assert size == 40 or len(centres) == 8 * 11
+
+
+def _square(top, left, size):
+    mask = np.zeros((8, 11), bool)
+    mask[max(top, 0) : max(top + size, 0), max(left, 0) : max(left + size, 0)] = True
+    return mask
 
 
 def test_crop_of_the_full_size_and_padding_zero_change_nothing():

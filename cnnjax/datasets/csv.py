@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cnnjax.datasets.base import Dataset, PixelOrder, ReadOptions, Shape, Splits
+from cnnjax.datasets.base import Dataset, PixelOrder, ReadOptions, Shape, Splits, shape_text
 from cnnjax.datasets.csv_columns import PLACES, Columns, choose_label, find_columns, same_columns
 from cnnjax.datasets.csv_form import EXPECTED, SPACES, Form, fault, line_of, look
 from cnnjax.datasets.files import GZIP_ERRORS, damaged, holds, is_gzip
@@ -120,7 +120,11 @@ def read_alone(path: Path, options: ReadOptions, scale: Scale) -> tuple[np.ndarr
     form = look(path)
     shape = options.image_shape
     assert shape is not None
-    if form.columns - len(form.id_columns) == shape_size(shape):
+    inner, pixels = form.columns - len(form.id_columns), shape_size(shape)
+    if inner not in (pixels, pixels + 1):
+        expected = f"{pixels}, or {pixels + 1} with a label, as the images of training are {shape_text(shape)}"
+        raise ValueError(f"{path}: has {inner} columns; expected {expected}")
+    if inner == pixels:
         options = dataclasses.replace(options, label_column="none")
     table = read_table(form, find_columns(form, options))
     if not scale.low <= table.extent.low <= table.extent.high <= scale.high:
