@@ -3,18 +3,20 @@
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from cnnjax import networks
+from cnnjax import datasets, networks, partition
 from cnnjax.augment import Augmentation
-from cnnjax.config import TrainConfig, flag, parse_aggregate, parse_class_weights
+from cnnjax.config import TrainConfig, flag, parse_aggregate, parse_class_weights, parse_image_shape
 from cnnjax.datasets.base import Dataset, Splits
 from cnnjax.datasets.order import num_batches, split_validation
 from cnnjax.losses import Objective
 from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
+from cnnjax.partition import Layout
 from cnnjax.replicas import Aggregate, stale, stale_schedule
 from cnnjax.step import Recipe
 
@@ -87,6 +89,54 @@ class Facts:
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def make_layout(config: TrainConfig) -> tuple[Layout, str]:
+    """The layout that the flags ask for, and one line that says what it runs on.
+
+    Raises:
+        ValueError: If there is no such layout here, or the strategy does not know it.
+    """
+    mesh, line = partition.make_mesh(config.mesh)
+    layout = Layout(
+        mesh, config.microbatches, strict=config.strict_sharding, bn_scope=config.bn_scope,
+        stages=partition.parse_stages(config.stages),
+    )  # fmt: skip
+    partition.check_layout(config.strategy, layout)
+    return layout, line
+
+
+def read_data(
+    config: TrainConfig,
+    fill: Callable[[str], dict[str, Any]],
+    default_data: str,
+    default_shape: tuple[int, int, int],
+    quiet: bool,
+) -> tuple[datasets.Found, TrainConfig]:
+    """The data, and the options with those that depend on it filled in.
+
+    Args:
+        config: Options.
+        fill: Data set name to the options that are still open then.
+        default_data: Data set to look for where ``--data`` is not given.
+        default_shape: Shape of the shipped digits where nothing else is said.
+        quiet: Whether to leave out the progress bar of a download.
+
+    Raises:
+        FileNotFoundError: If the data is not there.
+        ValueError: If it cannot be read.
+    """
+    read_options = datasets.ReadOptions(
+        parse_image_shape(config.image_shape), config.pixel_order, config.label_column, config.task
+    )
+    found = datasets.load(
+        config.data, default=default_data, image_shape=default_shape, options=read_options, quiet=quiet
+    )
+    options = {**fill(found.splits.train.name), **found.splits.read_as}
+    if config.crop_to is not None:
+        options["crop_padding"] = 0  # one crop or the other
+    still_open = {name: value for name, value in options.items() if getattr(config, name) in (None, "auto")}
+    return found, dataclasses.replace(config, **still_open)
 
 
 def choose(config: TrainConfig, splits: Splits) -> tuple[Dataset, Dataset]:

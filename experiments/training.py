@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import tyro
 
 from cnnjax import networks
-from cnnjax.config import TrainConfig, UsageError, flag, parse_image_shape
+from cnnjax.config import TrainConfig, UsageError, flag
 
 Presets = Mapping[str, TrainConfig]
 Options = TypeVar("Options")
@@ -160,15 +160,24 @@ def _one_line(box: str, arguments: Sequence[str]) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def shape_of_network(name: str) -> tuple[int, int, int]:
+    """The images that a network is made for.
+
+    Raises:
+        ValueError: If there is no such network; names the flag.
+    """
+    try:
+        networks.build_cnn(name, 10)
+    except ValueError as error:
+        raise ValueError(f"--network: {error}") from None
+    return networks.default_input_shape(name)
+
+
 def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, Any]], default_data: str) -> int:
     """Checks everything, then makes the run directory, then trains."""
     # What can be checked without JAX or data comes first: a typing error should cost no waiting.
     with _mistakes(ValueError):
-        try:
-            networks.build_cnn(config.network, 10)
-        except ValueError as error:
-            raise ValueError(f"--network: {error}") from None
-        default_shape = networks.default_input_shape(config.network)
+        default_shape = shape_of_network(config.network)
 
     import jax
 
@@ -192,10 +201,10 @@ def _train(
     processes: Any,
 ) -> int:
     """The rest, which the `cnnjax.distributed.Processes` of a run do in step."""
-    from cnnjax import datasets, distributed, explain, partition, rundir
+    from cnnjax import distributed, explain, rundir
     from cnnjax.console import Console
     from cnnjax.metrics import replace_file
-    from experiments.assembly import MODEL_FILE, Facts, choose, input_shape, make_recipe
+    from experiments.assembly import MODEL_FILE, Facts, choose, input_shape, make_layout, make_recipe, read_data
 
     def find_run() -> list[str | None]:
         path, saved = rundir.find_run(experiment, config)
@@ -204,28 +213,11 @@ def _train(
     with _mistakes(ValueError, OSError):
         place, options_then = ("", None) if config.explain else processes.from_first(find_run)
         path, saved = Path(place), options_then and TrainConfig.from_json(options_then, place)
-        mesh, mesh_line = partition.make_mesh(config.mesh)
-        processes.check_mesh(mesh)
-        layout = partition.Layout(
-            mesh, config.microbatches, strict=config.strict_sharding, bn_scope=config.bn_scope,
-            stages=partition.parse_stages(config.stages),
-        )  # fmt: skip
-        partition.check_layout(config.strategy, layout)
+        layout, mesh_line = make_layout(config)
+        processes.check_mesh(layout.mesh)
         quiet = config.quiet or not processes.first
-        read_options = datasets.ReadOptions(
-            parse_image_shape(config.image_shape), config.pixel_order, config.label_column, config.task
-        )
-        found = processes.first_then_others(
-            lambda: datasets.load(
-                config.data, default=default_data, image_shape=default_shape, options=read_options, quiet=quiet
-            )
-        )
+        found, config = processes.first_then_others(lambda: read_data(config, fill, default_data, default_shape, quiet))
         splits = found.splits
-        options = {**fill(splits.train.name), **splits.read_as}
-        if config.crop_to is not None:
-            options["crop_padding"] = 0  # one crop or the other
-        open_options = {name: value for name, value in options.items() if getattr(config, name) in (None, "auto")}
-        config = dataclasses.replace(config, **open_options)
         if saved is not None:
             rundir.check_same_run(path, config, saved)
         own = ("coordinator", "process_id", "run_dir", "quiet")
@@ -258,6 +250,7 @@ def _train(
             replace_file(path / MODEL_FILE, facts.to_json())
 
     from cnnjax.loop import Fit, NotFinite
+    from experiments.doctor import Doctor
 
     console = Console(config.quiet, run.log) if processes.first else distributed.Silent(True, run.log)
     with contextlib.closing(run):
@@ -276,6 +269,8 @@ def _train(
         how = f"resume with: python -m experiments.{experiment} --run-dir {shlex.quote(str(path))} --resume"
         how += " in every process" if processes.count > 1 else ""
         processes.hint, processes.last_words = how, run.log
+        doctor = Doctor(config, facts, run, console)
+        doctor.examine_data(training, [validation, *([] if splits.test is None else [splits.test])])
         try:
             with _mistakes(UsageError):
                 try:
@@ -285,6 +280,7 @@ def _train(
                     raise UsageError(f"--run-dir {path} cannot be written: {error}") from error
         except NotFinite as error:
             console.warn(str(error))
+            doctor.stopped(str(error))
             return 3
         except _Mistake as error:
             with contextlib.suppress(OSError):
@@ -293,4 +289,5 @@ def _train(
         if result.stopped_by is not None:
             console.warn(f"stopped by {result.stopped_by.name} at step {result.step}, checkpoint saved; {how}")
             return 130 if result.stopped_by == signal.SIGINT else 0
+        doctor.examine_curves()
     return 0

@@ -20,7 +20,7 @@ ROAD = [
     {"step", "checkpoint", "rundir", "feed", "distributed"},
     {"pipeline", "evaluation"},
     {"strategy"},
-    {"loop", "explain"},
+    {"loop", "explain", "diagnose"},
 ]
 # Not on the road: they see files, or start processes. Nothing on the road imports them.
 BESIDE = {"report": {"report"}, "compat": set().union(*ROAD) | {"report", "compat"}}
