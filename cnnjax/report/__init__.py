@@ -197,10 +197,13 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 1.5rem au
 h1, h2, h3, p, dd, figcaption { overflow-wrap: anywhere } h2 { margin-top: 2.2rem } h3 { margin: 1.2rem 0 .3rem }
 p { white-space: pre-wrap; margin: .4rem 0 } img { max-width: 100% }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); padding: .6rem .8rem }
-.scroll { overflow: auto; max-height: 32rem; margin: .5rem 0 }
+.scroll { overflow: auto; margin: .5rem 0 } .long { max-height: 32rem }
+.facts td, .facts thead th + th { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 8rem }
 table { border-collapse: separate; border-spacing: 0; font-size: 13px }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
 thead th { position: sticky; top: 0; background: var(--paper) } th:first-child { text-align: left }
+tbody th { position: sticky; left: 0; background: var(--paper); max-width: 40vw; overflow: hidden;
+  text-overflow: ellipsis }
 tbody th { font-weight: normal; color: var(--muted) }
 svg { width: 100%; height: auto; display: block; font-family: system-ui, sans-serif } figure { margin: 0 }
 figcaption, .muted { color: var(--muted); font-size: 13px }
@@ -220,11 +223,17 @@ figcaption, .muted { color: var(--muted); font-size: 13px }
 """
 
 
-def html_table(table: pd.DataFrame) -> str:
-    """A table that scrolls inside itself where the page is too narrow or the table too long."""
+def html_table(table: pd.DataFrame, kind: str = "long") -> str:
+    """A table that scrolls inside itself where the page is too narrow.
+
+    Args:
+        table: What to show; the name of the index heads its column.
+        kind: ``long``, which scrolls also where it is too long, or ``facts``, whose texts are broken into lines.
+    """
+    table = table.rename_axis(None).rename_axis(table.index.name, axis=1)  # one line of heads instead of two
     with pd.option_context("display.max_colwidth", None):
         text = table.to_html(float_format=lambda value: f"{value:.4g}", na_rep="", border=0)
-    return f'<div class="scroll" tabindex="0">{text}</div>'
+    return f'<div class="scroll {kind}" tabindex="0">{text}</div>'
 
 
 def page(title: str, sections: Sequence[Section]) -> str:

@@ -76,20 +76,18 @@ def colours(count: int) -> list[str]:
     return [mpl.colors.to_hex(colorsys.hls_to_rgb(i / count, 0.5, 0.55)) for i in range(count)]
 
 
-def thinned(x_T: np.ndarray, y_T: np.ndarray, limit: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """At most ``limit`` points of a curve: of each stretch the smallest and the largest, so no spike is lost.
+def thinned(x_T: np.ndarray, y_T: np.ndarray, stretches: int = MAX_POINTS // 2) -> tuple[np.ndarray, ...]:
+    """A long curve in ``stretches`` of as many points each; values that are no finite number are left out.
 
-    A curve that is longer loses the points that are no finite number.
+    Returns:
+        Of each stretch the mean of x, and mean, smallest and largest of y.
     """
-    if len(x_T) <= limit:
-        return x_T, y_T
-    x_T, y_T = x_T[np.isfinite(y_T)], y_T[np.isfinite(y_T)]
-    if len(x_T) <= limit:
-        return x_T, y_T
-    stretches = np.array_split(np.arange(len(x_T)), limit // 2)
-    extremes = [(part[np.argmin(y_T[part])], part[np.argmax(y_T[part])]) for part in stretches]
-    kept = np.unique(extremes)
-    return x_T[kept], y_T[kept]
+    finite_T = np.isfinite(y_T)
+    parts = [part for part in np.array_split(np.flatnonzero(finite_T), stretches) if len(part)]
+    return (
+        np.array([x_T[part].mean() for part in parts]), np.array([y_T[part].mean() for part in parts]),
+        np.array([y_T[part].min() for part in parts]), np.array([y_T[part].max() for part in parts]),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,14 +98,18 @@ def thinned(x_T: np.ndarray, y_T: np.ndarray, limit: int = MAX_POINTS) -> tuple[
 def curves(name: str, curves: Sequence[Curve], x_label: str, y_label: str, runs: int, log: bool = False) -> Figure:
     """Lines in the colours of their runs; in SVG each is the group ``NAME-KIND-RUN``.
 
-    The values are on a logarithmic axis with ``log``, where those of 0 or less are not shown.
+    Of a curve of more than `MAX_POINTS` the means of its stretches are a line, in a band from smallest to largest. The
+    values are on a logarithmic axis with ``log``, where those of 0 or less are not shown.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(4.6, 3.1), layout="constrained")
         axes = figure.subplots()
         palette = colours(runs)
         for curve in curves:
-            x_T, y_T = thinned(curve.x_T, curve.y_T)
+            x_T, y_T = curve.x_T, curve.y_T
+            if len(x_T) > MAX_POINTS:
+                x_T, y_T, low_T, high_T = thinned(x_T, y_T)
+                axes.fill_between(x_T, low_T, high_T, color=palette[curve.run], alpha=0.3, linewidth=0)
             alone = np.isfinite(y_T).sum() < 25
             (line,) = axes.plot(
                 x_T, np.where(y_T > 0, y_T, np.nan) if log else y_T, color=palette[curve.run],

@@ -79,7 +79,7 @@ def _facts_table(runs: Sequence[Run], facts: Callable[[Run], Mapping[str, Any]])
     names = dict.fromkeys(name for column in columns for name, value in column.items() if value)
     table = pd.DataFrame([[column.get(name, "") for column in columns] for name in names],
                          index=list(names), columns=[run.name for run in runs])  # fmt: skip
-    return html_table(table)
+    return html_table(table, "facts")
 
 
 def _bullets(lines: Sequence[str]) -> str:
@@ -172,7 +172,7 @@ def _command(run: Run) -> str:
 _BY_EPOCH = (
     ("loss", "Loss", "loss", "val_loss"),
     ("accuracy", "Accuracy", "accuracy", "val_accuracy"),
-    ("top5_accuracy", "Accuracy among the first five", "top5_accuracy", "val_top5_accuracy"),
+    ("top5_accuracy", "Top-5 accuracy", "top5_accuracy", "val_top5_accuracy"),
     ("mae", "Mean absolute error", "mae", "val_mae"),
     ("r2", "R²", "r2", "val_r2"),
 )
@@ -225,7 +225,10 @@ def _curves_card(made: Page, name: str, title: str, found: Sequence[Curve], x_la
     notes = []
     longest = max(len(curve.y_T) for curve in found)
     if longest > plots.MAX_POINTS:
-        notes.append(f"Thinned from up to {longest:,} points: of each stretch the smallest and the largest is shown.")
+        notes.append(
+            f"Thinned from up to {longest:,} points: the line is the mean of each stretch, the band goes from its "
+            "smallest value to its largest."
+        )
     if odd := sum(int((~np.isfinite(curve.y_T)).sum()) for curve in found if name.startswith("loss")):
         notes.append(f"{odd:,} values are missing or no finite number, and are not shown.")
     kinds = len({curve.kind for curve in found}) > 1
@@ -251,7 +254,7 @@ def _evaluation(made: Page, number: int, run: Run) -> str:
     if not run.evaluation:
         return ""
     found = run.evaluation
-    names = {"images": "images", "loss": "loss", "accuracy": "accuracy", "top5_accuracy": "among the first five",
+    names = {"images": "images", "loss": "loss", "accuracy": "accuracy", "top5_accuracy": "top-5 accuracy",
              "mae": "mean absolute error", "rmse": "root of the mean squared error", "r2": "R²"}  # fmt: skip
     facts = [f"{label} {shown(found[name])}" for name, label in names.items() if found.get(name) is not None]
     text = f"On the {shown(found.get('data')) or 'evaluated'} set: {', '.join(facts)}."
@@ -266,7 +269,6 @@ def _evaluation(made: Page, number: int, run: Run) -> str:
         table = pd.DataFrame(found["per_class"])
         table["accuracy"] = pd.to_numeric(table["accuracy"], errors="coerce")
         table = table.sort_values("accuracy", kind="stable").map(shown).set_index("class")
-        table.index.name = None
         parts.append(f"<h3>Classes, the worst first</h3>{html_table(table)}")
     return "".join(parts)
 
@@ -282,7 +284,7 @@ def _confused(counts_CC: np.ndarray, classes: Sequence[str], most: int = 10) -> 
     ]  # fmt: skip
     if not pairs:
         return ""
-    return f"<h3>Most often confused</h3>{html_table(pd.DataFrame(pairs).set_index('true').rename_axis(None))}"
+    return f"<h3>Most often confused</h3>{html_table(pd.DataFrame(pairs).set_index('true'))}"
 
 
 def _mistakes(made: Page, number: int, run: Run) -> str:
@@ -317,8 +319,9 @@ def _filters(made: Page, number: int, run: Run) -> str:
     made.files[made.file("filters", number)] = plots.image_png(plots.magnified(tiles, factor))
     finite = np.abs(run.kernel_HWIO[np.isfinite(run.kernel_HWIO)])
     colour = "in colour" if channels == 3 else "in grey" + (", a row for each input" if channels > 1 else "")
-    text = (f"{outputs} filters of {height} x {width}, {channels} input channels, {colour}. Zero is mid-grey; black "
-            f"and white are -{finite.max(initial=0):.3g} and {finite.max(initial=0):.3g}.")  # fmt: skip
+    inputs = f"{channels} input channel" + "s" * (channels > 1)
+    text = (f"{outputs} filters of {height} x {width}, {inputs}, {colour}. Zero is mid-grey; black and white are "
+            f"-{finite.max(initial=0):.3g} and {finite.max(initial=0):.3g}.")  # fmt: skip
     left_out = [f"{plots.MAX_FILTERS} filters"] * (outputs > plots.MAX_FILTERS)
     left_out += [f"{plots.MAX_INPUTS} inputs"] * (channels > plots.MAX_INPUTS)
     text += f" The first {' and '.join(left_out)} are shown." if left_out else ""
