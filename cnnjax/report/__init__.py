@@ -230,7 +230,8 @@ def html_table(table: pd.DataFrame, kind: str = "long") -> str:
         table: What to show; the name of the index heads its column.
         kind: ``long``, which scrolls also where it is too long, or ``facts``, whose texts are broken into lines.
     """
-    table = table.rename_axis(None).rename_axis(table.index.name, axis=1)  # one line of heads instead of two
+    # One line of heads instead of two.
+    table = table.rename_axis(index=None, columns=table.index.name)  # type: ignore[call-overload]
     with pd.option_context("display.max_colwidth", None):
         text = table.to_html(float_format=lambda value: f"{value:.4g}", na_rep="", border=0)
     return f'<div class="scroll {kind}" tabindex="0">{text}</div>'
