@@ -211,7 +211,7 @@ def _evaluation(path: Path) -> tuple[dict[str, Any], np.ndarray | None]:
 
 
 def _mistakes(path: Path) -> Mistakes:
-    with np.load(path, allow_pickle=False) as file:
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         arrays = [np.asarray(file[name]) for name in ("image", "label", "predicted", "loss", "index")]
     image_KHWC, *others = arrays
     lengths = {len(image_KHWC), *(len(array_K) for array_K in others)}
@@ -223,7 +223,7 @@ def _mistakes(path: Path) -> Mistakes:
 
 
 def _kernel(path: Path) -> np.ndarray:
-    with np.load(path, allow_pickle=False) as file:
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
         kernel_HWIO = np.asarray(file["kernel"], float)
     if kernel_HWIO.ndim != 4 or not kernel_HWIO.size:
         raise ValueError(f"kernel has the shape {kernel_HWIO.shape}; expected [H,W,I,O]")
