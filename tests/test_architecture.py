@@ -23,7 +23,11 @@ ROAD = [
     {"loop", "explain", "diagnose"},
 ]
 # Not on the road: they see files, or start processes. Nothing on the road imports them.
-BESIDE = {"report": {"report"}, "compat": set().union(*ROAD) | {"report", "compat"}}
+BESIDE = {
+    "report": {"report"},
+    "tensorboard": {"config"},
+    "compat": set().union(*ROAD) | {"report", "compat"},
+}
 FOREIGN = ("tensorflow", "keras", "torch", "tensorflow_datasets")
 
 

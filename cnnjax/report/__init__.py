@@ -177,37 +177,84 @@ class Section:
         text: A sentence or more, plain text.
         table: Shown below it, if any.
         figure: Likewise.
+        markup: HTML shown last, as it is: whoever makes it escapes what is in it.
     """
 
     title: str
     text: str = ""
     table: pd.DataFrame | None = None
     figure: Figure | None = None
+    markup: str = ""
 
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap }
-th:first-child, td.text { text-align: left } img { max-width: 100% } pre { white-space: pre-wrap }
+:root { color-scheme: light dark; --ink: #1c2127; --muted: #5a646e; --paper: #fff; --card: #f3f5f7; --line: #d8dde2;
+  --error: #c2293f; --warning: #a86200; --note: #1d6fc0 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e2e6ea; --muted: #9aa4ae; --paper: #15181c; --card: #1f242a;
+  --line: #353c44; --error: #ff7486; --warning: #f0ab4b; --note: #6fb2ff } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 1.5rem auto; padding: 0 1rem;
+  color: var(--ink); background: var(--paper) }
+h1, h2, h3, p, dd, figcaption { overflow-wrap: anywhere } h2 { margin-top: 2.2rem } h3 { margin: 1.2rem 0 .3rem }
+p { white-space: pre-wrap; margin: .4rem 0 } img { max-width: 100% }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); padding: .6rem .8rem }
+.scroll { overflow: auto; margin: .5rem 0 } .long { max-height: 32rem }
+.facts td, .facts thead th + th { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 8rem }
+table { border-collapse: separate; border-spacing: 0; font-size: 13px }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
+thead th { position: sticky; top: 0; background: var(--paper) } th:first-child { text-align: left }
+tbody th { position: sticky; left: 0; background: var(--paper); max-width: 40vw; overflow: hidden;
+  text-overflow: ellipsis }
+tbody th { font-weight: normal; color: var(--muted) }
+svg { width: 100%; height: auto; display: block; font-family: system-ui, sans-serif } figure { margin: 0 }
+figcaption, .muted { color: var(--muted); font-size: 13px }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.2rem }
+.plots h3 { margin-top: 0 } .square { max-width: 44rem; overflow-x: auto } .square svg { min-width: 32rem }
+.mistakes { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); gap: .8rem }
+.mistakes img, .filters img { image-rendering: pixelated; display: block } .mistakes img { height: 6rem }
+.filters { overflow-x: auto } .filters img { max-width: none }
+.key { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; list-style: none; overflow-wrap: anywhere }
+.key span { display: inline-block; width: 1.6rem; border-top: 3px solid; vertical-align: middle; margin-right: .4rem }
+.key .val { border-top-style: dashed }
+.finding { border-left: 4px solid var(--line); background: var(--card); padding: .5rem .8rem; margin: .6rem 0 }
+.finding h3 { margin: 0 } .finding dl { margin: 0; display: grid; grid-template-columns: auto 1fr; gap: 0 .8rem }
+.finding dt { color: var(--muted) } .finding dd { margin: 0 }
+.error { border-color: var(--error) } .warning { border-color: var(--warning) } .note { border-color: var(--note) }
+.error h3 { color: var(--error) } .warning h3 { color: var(--warning) } .note h3 { color: var(--note) }
 """
 
 
+def html_table(table: pd.DataFrame, kind: str = "long") -> str:
+    """A table that scrolls inside itself where the page is too narrow.
+
+    Args:
+        table: What to show; the name of the index heads its column.
+        kind: ``long``, which scrolls also where it is too long, or ``facts``, whose texts are broken into lines.
+    """
+    # One line of heads instead of two.
+    table = table.rename_axis(index=None, columns=table.index.name)  # type: ignore[call-overload]
+    with pd.option_context("display.max_colwidth", None):
+        text = table.to_html(float_format=lambda value: f"{value:.4g}", na_rep="", border=0)
+    return f'<div class="scroll {kind}" tabindex="0">{text}</div>'
+
+
 def page(title: str, sections: Sequence[Section]) -> str:
-    """One HTML page that needs no other file."""
+    """One HTML page that needs no other file, light or dark as the reader's system is."""
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>",
     ]
     for section in sections:
         parts.append(f"<h2>{html.escape(section.title)}</h2>")
         if section.text:
-            parts.append(f"<pre>{html.escape(section.text)}</pre>")
+            parts.append(f"<p>{html.escape(section.text)}</p>")
         if section.table is not None:
-            parts.append(section.table.to_html(float_format=lambda value: f"{value:.4g}", na_rep="", border=0))
+            parts.append(html_table(section.table))
         if section.figure is not None:
             code = base64.b64encode(png(section.figure)).decode()
             parts.append(f'<img alt="{html.escape(section.title)}" src="data:image/png;base64,{code}">')
+        if section.markup:
+            parts.append(section.markup)
     return "\n".join([*parts, "</body></html>", ""])
 
 
