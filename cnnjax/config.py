@@ -174,6 +174,8 @@ class TrainConfig:
     """Steps between lines of steps.jsonl."""
     tensorboard: bool = False
     """Also write TensorBoard event files into the run directory; needs `pip install -e '.[tensorboard]'`."""
+    report: bool = False
+    """Make report.html in the run directory at the end, as `python -m experiments.report RUN` does at any time."""
     log_style: Literal["cnnjax", "tensorflow"] = "cnnjax"
     """tensorflow also prints 'step N, loss = x, Train accuracy = y' for each logged step."""
     quiet: bool = False

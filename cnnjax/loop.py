@@ -28,6 +28,7 @@ from cnnjax.patience import EarlyStopping, Plateau
 from cnnjax.rundir import Nowhere, RunDirectory
 from cnnjax.step import TrainState
 from cnnjax.strategy import Steps
+from cnnjax.tensorboard import TensorBoard
 
 
 class NotFinite(Exception):
@@ -144,7 +145,13 @@ class Fit:
                 path, more = self.folder.path / "metrics.csv", self._more_columns()
                 self.metrics_file = metrics.MetricsFile(path, self.position.epoch, more)
                 self.steps_file = metrics.StepsFile(self.folder.path / "steps.jsonl", self.step)
-            with contextlib.closing(self.metrics_file), contextlib.closing(self.steps_file):
+            self.board: TensorBoard | Nowhere = Nowhere()
+            if self.config.tensorboard and self.folder.writes:
+                self.board = TensorBoard(self.folder.path / "tensorboard")
+            files = self.metrics_file, self.steps_file, self.board
+            with contextlib.ExitStack() as stack:
+                for file in files:
+                    stack.enter_context(contextlib.closing(file))
                 self._compile(state)
                 self.console.start(self.total_steps, self.step)
                 try:
@@ -330,6 +337,8 @@ class Fit:
         if step % self.config.log_every == 0 or step == 1:
             kept = {name: value for name, value in means.items() if name in ("loss", "accuracy", "mae")}
             self.steps_file.write(step=step, **kept, learning_rate=self.position.learning_rate)
+            kept |= {"learning_rate": self.position.learning_rate, "grad_norm": values["grad_norm"]}
+            self.board.scalars(step, {f"step/{name}": value for name, value in kept.items()})
             if self.config.log_style == "tensorflow":
                 name, value = list(kept.items())[-1]
                 self.console.say(f"step {step}, loss = {loss:.6f}, Train {name} = {value:.4f}")
@@ -420,6 +429,7 @@ class Fit:
         }
         self.compile_s = 0.0  # belongs to the first row that this process writes
         self.metrics_file.write(row)
+        self.board.scalars(self.step, {f"epoch/{name}": value for name, value in means.items()})
         shown = _in_words({name: value for name, value in means.items() if not name.endswith("top5_accuracy")})
         self.console.say(
             f"epoch {row['epoch']}/{self.epochs}  step {self.step}  {shown}  lr {self.position.learning_rate:.4g}  "

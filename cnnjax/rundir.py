@@ -63,6 +63,9 @@ class Nowhere:
     def write(self, *row: Any, **values: Any) -> None:
         """Does nothing."""
 
+    def scalars(self, step: int, values: Any) -> None:
+        """Does nothing."""
+
     def close(self) -> None:
         """Does nothing."""
 

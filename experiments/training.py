@@ -290,4 +290,9 @@ def _train(
             console.warn(f"stopped by {result.stopped_by.name} at step {result.step}, checkpoint saved; {how}")
             return 130 if result.stopped_by == signal.SIGINT else 0
         doctor.examine_curves()
+        if config.report and run.writes:
+            from experiments import report
+
+            page = report.write(report.Options((str(path),)))
+            console.say(f"page {page}")
     return 0

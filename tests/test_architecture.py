@@ -14,7 +14,7 @@ PACKAGE = ROOT / "cnnjax"
 ROAD = [
     {"networks", "config"},
     {"datasets", "spatial"},
-    {"augment", "metrics", "console", "ops", "optim", "patience"},
+    {"augment", "metrics", "console", "ops", "optim", "patience", "tensorboard"},
     {"model", "partition", "losses", "scores"},
     {"replicas"},
     {"step", "checkpoint", "rundir", "feed", "distributed"},
@@ -25,7 +25,6 @@ ROAD = [
 # Not on the road: they see files, or start processes. Nothing on the road imports them.
 BESIDE = {
     "report": {"report"},
-    "tensorboard": {"config"},
     "compat": set().union(*ROAD) | {"report", "compat"},
 }
 FOREIGN = ("tensorflow", "keras", "torch", "tensorflow_datasets")

@@ -110,7 +110,7 @@ def test_cutout_paints_one_square_around_a_pixel(size):
         ]
         assert fitting
         centres.update(fitting)
-    assert size == 40 or len(centres) == 8 * 11
+    assert size == 40 or len(centres) > 80  # of 88; 400 draws miss one on average
 
 
 def _square(top, left, size):
