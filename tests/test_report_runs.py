@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_files import FINDINGS, write_run
 
 from cnnjax.report import plots, rundirs
 from experiments import report
-from tests.run_files import FINDINGS, write_run
 
 ROOT = Path(__file__).resolve().parents[1]
 NASTY = """<script>alert(1)<> 'q' "ü" $x_1$ \\frac{ 猫 &amp;"""
@@ -106,6 +106,14 @@ def test_numbers_of_the_evaluation_and_the_mistakes(whole):
             names = found["classes"]
             said = f"true {names[label]}predicted {names[predicted]}loss {loss:.4g}, index {index}"
             assert said in page.text
+
+
+def test_no_label_is_mathematical_source(tmp_path):
+    """Losses over several decades are on a logarithmic axis."""
+    values = np.geomspace(3, 0.002, 30)
+    figure = plots.curves("loss", [plots.Curve(0, "train", np.arange(30), values)], "step", "loss", 1, log=True)
+    text = plots.svg(figure, "loss", "losses")
+    assert "mathdefault" not in text and ">0.01<" in text and ">1<" in text
 
 
 def test_several_runs_side_by_side(tmp_path, monkeypatch):

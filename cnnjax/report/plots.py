@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatterSciNotation, MaxNLocator
 
 # Drawn in this colour, and shown in that of the page's text. No other part of a plot has it.
 _INK = "#010203"
@@ -95,6 +95,13 @@ def thinned(x_T: np.ndarray, y_T: np.ndarray, stretches: int = MAX_POINTS // 2) 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class _PlainLog(LogFormatterSciNotation):
+    """Labels where Matplotlib puts them, as plain numbers."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def curves(name: str, curves: Sequence[Curve], x_label: str, y_label: str, runs: int, log: bool = False) -> Figure:
     """Lines in the colours of their runs; in SVG each is the group ``NAME-KIND-RUN``.
 
@@ -119,6 +126,9 @@ def curves(name: str, curves: Sequence[Curve], x_label: str, y_label: str, runs:
         axes.set(xlabel=x_label, ylabel=y_label)
         if log:
             axes.set_yscale("log")
+            # Powers are written in mathematical text, which SVG with real text shows as its source.
+            axes.yaxis.set_major_formatter(_PlainLog())
+            axes.yaxis.set_minor_formatter(_PlainLog(minor_thresholds=(2, 0.5)))
         if x_label == "epoch":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axes.grid(alpha=0.25, color="#808080", linewidth=0.6)
