@@ -363,7 +363,8 @@ class Fit:
         return self.signal is not None
 
     def _progress_text(self) -> str:
-        return _in_words(self.position.sums.means(self.train.task, self.classes))
+        means = self.position.sums.means(self.train.task, self.classes)
+        return _in_words({name: value for name, value in means.items() if name != "top5_accuracy"})
 
     def _check(self, state: TrainState) -> None:
         """Finite gradients can still make too large an update; no checkpoint may hold one."""
