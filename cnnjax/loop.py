@@ -337,11 +337,11 @@ class Fit:
         if step % self.config.log_every == 0 or step == 1:
             kept = {name: value for name, value in means.items() if name in ("loss", "accuracy", "mae")}
             self.steps_file.write(step=step, **kept, learning_rate=self.position.learning_rate)
-            kept |= {"learning_rate": self.position.learning_rate, "grad_norm": values["grad_norm"]}
-            self.board.scalars(step, {f"step/{name}": value for name, value in kept.items()})
             if self.config.log_style == "tensorflow":
                 name, value = list(kept.items())[-1]
                 self.console.say(f"step {step}, loss = {loss:.6f}, Train {name} = {value:.4f}")
+            kept |= {"learning_rate": self.position.learning_rate, "grad_norm": values["grad_norm"]}
+            self.board.scalars(step, {f"step/{name}": value for name, value in kept.items()})
         self.console.progress(step, self.total_steps, self.position.epoch + 1, self.epochs, self._progress_text)
 
     def _skip(self, step: int) -> None:

@@ -221,8 +221,8 @@ def test_config_and_environment_of_a_run(finished):
     assert environment["data"].endswith("train.csv")
     assert environment["command"][1:3] == ["-m", "experiments.cifar10"]
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("checkpoints", "config.json", "environment.json", "evaluation.json", "filters.npz", "metrics.csv"),
-        *("mistakes.npz", "model.json", "predictions.csv", "run.log", "steps.jsonl"),
+        *("checkpoints", "config.json", "diagnosis.json", "environment.json", "evaluation.json", "filters.npz"),
+        *("metrics.csv", "mistakes.npz", "model.json", "predictions.csv", "run.log", "steps.jsonl"),
     ]
 
 

@@ -181,6 +181,8 @@ def curve(**columns):
 def test_curves():
     stuck = curve(loss=[2.31, 2.304, 2.303], accuracy=[0.1, 0.11, 0.1])
     assert checks(diagnose.examine_curves(stuck, 10), "error") == {"stuck"}
+    assert diagnose.examine_curves([row | {"step": 4 * i} for i, row in enumerate(stuck)], 10) == []
+    assert diagnose.examine_curves([row | {"step": 400 * i} for i, row in enumerate(stuck)], 10)
     rising = curve(loss=[2.0, 1.5, 1.2, 2.1], accuracy=[0.3, 0.4, 0.5, 0.3], learning_rate=[0.4] * 4)
     assert checks(diagnose.examine_curves(rising, 10)) == {"rising"}
     split = curve(loss=[2.0, 1.6, 1.5, 1.4], accuracy=[0.3, 0.4, 0.45, 0.5], val_loss=[1.5, 0.9, 0.7, 0.6],

@@ -8,6 +8,8 @@ import numpy as np
 
 from cnnjax.diagnose.findings import Finding
 
+ENOUGH_STEPS = 100  # with fewer, a loss at chance says nothing
+
 
 def examine_curves(rows: Sequence[Mapping[str, Any]], classes: int, harder: bool = True) -> list[Finding]:
     """Looks at losses and times by epoch.
@@ -21,13 +23,13 @@ def examine_curves(rows: Sequence[Mapping[str, Any]], classes: int, harder: bool
     Returns:
         What was found.
     """
-    loss_E, accuracy_E, val_loss_E, val_accuracy_E, rate_E, speed_E = (
+    loss_E, accuracy_E, val_loss_E, val_accuracy_E, rate_E, speed_E, step_E = (
         np.array([_number(row.get(name)) for row in rows])
-        for name in ("loss", "accuracy", "val_loss", "val_accuracy", "learning_rate", "images_per_s")
+        for name in ("loss", "accuracy", "val_loss", "val_accuracy", "learning_rate", "images_per_s", "step")
     )
     if not len(loss_E):
         return []
-    findings = _level(loss_E, accuracy_E, rate_E, classes)
+    findings = _level(loss_E, accuracy_E, rate_E, classes, step_E[-1])
     findings += _split(loss_E, accuracy_E, val_loss_E, val_accuracy_E, harder)
     findings += _overfitting(loss_E, val_loss_E)
     # The first epoch of a process may warm up; what follows it must stay.
@@ -48,10 +50,12 @@ def _number(value: Any) -> float:
     return float("nan") if value in (None, "") else float(value)
 
 
-def _level(loss_E: np.ndarray, accuracy_E: np.ndarray, rate_E: np.ndarray, classes: int) -> list[Finding]:
+def _level(loss_E: np.ndarray, accuracy_E: np.ndarray, rate_E: np.ndarray, classes: int, steps: float) -> list[Finding]:
     findings, last = [], loss_E[-1]
     at_chance = classes > 1 and abs(last / math.log(classes) - 1) < 0.01
-    if at_chance and len(loss_E) >= 2 and accuracy_E[-1] < 1 / classes + 0.1 * (1 - 1 / classes):
+    unlearned = accuracy_E[-1] < 1 / classes + 0.1 * (1 - 1 / classes) if classes else False
+    # A handful of steps rightly leaves the loss where it was.
+    if at_chance and unlearned and len(loss_E) >= 2 and not steps < ENOUGH_STEPS:
         findings.append(
             Finding(
                 "error", "stuck",
