@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -123,8 +123,11 @@ class Fit:
         self.processes = processes or Processes()
         self.votes = Votes(layout.mesh) if self.processes.count > 1 else None
 
-    def run(self) -> Result:
+    def run(self, begun: Callable[[], None] = lambda: None) -> Result:
         """Trains until the end, a signal, or a loss that is no number.
+
+        Args:
+            begun: Called once it is certain that this run can go on from what is in its directory.
 
         Raises:
             NotFinite: If loss or gradients are NaN or infinite; the message names the step, the learning rate and the
@@ -137,7 +140,8 @@ class Fit:
             # Only now: a run that cannot be resumed like this keeps its options.
             rundir.write_config(self.folder, self.config)
             rundir.write_environment(self.folder, self.layout.mesh, self.train.source)
-            if self._over():
+            begun()
+            if self.step >= self.total_steps or self._over():
                 self.console.say(f"the run is complete already: {self.step} steps are done")
             self.metrics_file: metrics.MetricsFile | Nowhere = Nowhere()
             self.steps_file: metrics.StepsFile | Nowhere = Nowhere()
@@ -469,7 +473,8 @@ class Fit:
         if self.trained_s:
             share = self.waited_s / self.trained_s
             self.console.say(f"the step loop waited for data {share:.1%} of {self.trained_s:.1f} s")
-        others = ", ".join(f"{measure} {value:.4f}" for measure, value in means.items() if measure != "accuracy")
+        shown = {measure: value for measure, value in means.items() if measure in ("loss", "mae", "r2")}
+        others = ", ".join(f"{measure} {value:.4f}" for measure, value in shown.items())
         first = f"accuracy {means['accuracy']:.4f}, " if "accuracy" in means else ""
         self.console.say(f"final {name} {first}{others} on {len(self.test):,} images  [{self.train.name}]")
         return Result(self.step, means.get("accuracy"))

@@ -246,8 +246,6 @@ def _train(
         run = processes.first_then_others(lambda: rundir.open_run(path, config.overwrite, writes=processes.first))
         if saved is None:  # at once, so that a run that is killed before its first checkpoint has its options
             rundir.write_config(run, config)
-        if run.writes:
-            replace_file(path / MODEL_FILE, facts.to_json())
 
     from cnnjax.loop import Fit, NotFinite
     from experiments.doctor import Doctor
@@ -270,12 +268,17 @@ def _train(
         how += " in every process" if processes.count > 1 else ""
         processes.hint, processes.last_words = how, run.log
         doctor = Doctor(config, facts, run, console)
-        doctor.examine_data(training, [validation, *([] if splits.test is None else [splits.test])])
+
+        def begun() -> None:
+            if run.writes:
+                replace_file(path / MODEL_FILE, facts.to_json())
+            doctor.examine_data(training, [validation, *([] if splits.test is None else [splits.test])])
+
         try:
             with _mistakes(UsageError):
                 try:
                     fit = Fit(steps, layout, training, validation, splits.test, config, run, console, processes)
-                    result = fit.run()
+                    result = fit.run(begun)
                 except OSError as error:
                     raise UsageError(f"--run-dir {path} cannot be written: {error}") from error
         except NotFinite as error:

@@ -39,7 +39,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif self.path.startswith("/slow"):
             self.wfile.write(CONTENT[:1000])
             self.wfile.flush()
-            self.server.stop.wait(20)
+            self.server.stop.wait(120)
         elif self.path.startswith("/pausing"):
             self.wfile.write(CONTENT[:1000])
             self.wfile.flush()

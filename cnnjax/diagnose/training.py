@@ -29,6 +29,7 @@ from cnnjax.step import Recipe, TrainState, loss_fn, preprocess
 from cnnjax.strategy import Steps, compile_steps
 
 FIT_IMAGES, FIT_STEPS = 32, 80  # that any network which can learn at all learns by heart
+ENOUGH_IMAGES = 2_000  # after fewer, a loss as of guessing is no sign of anything
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +167,8 @@ def _progress(
         return []
     if float(recipe.schedule(steps - 1)) < 0.2 * max(float(recipe.schedule(s)) for s in range(0, 100 * steps, steps)):
         return []  # still warming up
+    if len(probe.losses_T) * batch_size < ENOUGH_IMAGES and probe.last < 3 * chance:
+        return []
 
     def again(factor: float) -> Probe:
         made = compile_steps(_with_rate(recipe, factor), layout, input_shape, strategy)
