@@ -92,6 +92,7 @@ def test_parity_in_float32_allows_for_the_rounding_of_cnnjax_itself(stand_ins):
     assert table.loc["twin", "verdict"] == "same" and table.loc["wrong", "verdict"].startswith("beyond: first_update")
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_by_name_must_be_there(stand_ins, monkeypatch, capfd):
     for name in ("crash", "hang", "wrong", "twin", "twice"):
         del frameworks.FRAMEWORKS[name]

@@ -180,6 +180,8 @@ def test_folder_that_cannot_be_made(server, tmp_path):
 
 
 CODE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored where tests run in the background
 from pathlib import Path
 from cnnjax.datasets.download import RemoteFile, download
 download([RemoteFile({url!r}, {md5!r}, "x.bin")], Path({folder!r}), quiet=True)

@@ -128,6 +128,7 @@ def test_a_learning_rate_100_times_too_large():
     assert "learning_rate" in checks(found, "error") and "at a learning rate of 5;" in seen(found, "learning_rate")
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_far_too_small():
     found = examine(lr=1e-5, optimizer="sgd")
     assert checks(found, "warning") == {"learning_rate"} and "at a learning rate of 1e-05;" in seen(
@@ -135,12 +136,14 @@ def test_a_learning_rate_that_is_far_too_small():
     )
 
 
+@pytest.mark.slow
 def test_shuffled_labels():
     labels = np.random.default_rng(0).permutation(DIGITS.train.labels_N)
     found = examine(changed(labels_N=labels))
     assert checks(found, "error") == {"labels"} and "32 images were learned by heart" in seen(found, "labels")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [-30.0, -1000.0])
 def test_relus_that_a_bad_bias_kills(bias):
     network = (Conv(8, bias_init=Init("constant", bias)), Relu(), MaxPool(), Flatten(), Dense(10))
@@ -149,6 +152,7 @@ def test_relus_that_a_bad_bias_kills(bias):
     assert "dead" in checks(found, "error")
 
 
+@pytest.mark.slow
 def test_gradients_that_vanish_and_explode():
     def deep(scale):
         layers = [Conv(8, padding="SAME", kernel_init=Init("truncated_normal", scale)), Relu()] * 8
@@ -160,6 +164,7 @@ def test_gradients_that_vanish_and_explode():
     assert {"exploding_gradients", "initial_loss", "diverges"} <= checks(found)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_too_large_for_the_memory():
     found = examine(batch_size=2**23)
     assert checks(found) == {"memory"}
@@ -216,6 +221,7 @@ def test_a_run_says_what_is_wrong(tmp_path, capfd):
     assert {finding["check"] for finding in found} == {"train_in_test", "learning_rate"}
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capfd):
     flags = ["--data", "digits", "--network", NETWORK, "--batch-size", "64"]
     assert main([*flags, "--json", str(tmp_path / "good.json")]) == 0
@@ -236,12 +242,14 @@ def test_the_command(tmp_path, capfd):
     "options",
     [
         {},
-        {"optimizer": "adamw", "lr": 1e-3},
-        {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "mixup": 0.2, "cutout": 4},
-        {"mesh": "data=2", "dtype": "bfloat16"},
-        {"microbatches": 2, "schedule": "onecycle", "label_smoothing": 0.1},
-        {"mesh": "pipe=2", "microbatches": 2},
-        {"strategy": "shard_map", "mesh": "data=2", "clip_norm": 1.0},
+        pytest.param({"optimizer": "adamw", "lr": 1e-3}, marks=pytest.mark.slow),
+        pytest.param(
+            {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "mixup": 0.2, "cutout": 4}, marks=pytest.mark.slow
+        ),
+        pytest.param({"mesh": "data=2", "dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param({"microbatches": 2, "schedule": "onecycle", "label_smoothing": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"mesh": "pipe=2", "microbatches": 2}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "shard_map", "mesh": "data=2", "clip_norm": 1.0}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

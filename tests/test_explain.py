@@ -108,8 +108,8 @@ def test_space_exchanges_halos_and_halves_the_activations():
 @pytest.mark.parametrize(
     ("network", "batch_size"),
     [
-        (SLIM, 128),
-        pytest.param("cnn2d_3layer_fullconnected_3layer", 8, marks=pytest.mark.slow),
+        pytest.param(SLIM, 128, marks=pytest.mark.slow),
+        ("cnn2d_3layer_fullconnected_3layer", 8),
         pytest.param("resnet18_cifar", 2, marks=pytest.mark.slow),
     ],
 )
@@ -439,6 +439,7 @@ def test_the_command_explains_stages(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_mesh_of_512_devices_is_explained_on_any_machine(tmp_path):
     flags = "--data digits --mesh data=-1 --devices 512 --batch-size 1024 --explain"
     done = run(*flags.split(), cwd=tmp_path)

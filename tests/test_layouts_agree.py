@@ -55,7 +55,7 @@ FAST = [
 ]
 
 
-@pytest.mark.parametrize("case", FAST, ids=str)
+@pytest.mark.parametrize("case", [FAST[0], *(pytest.param(case, marks=pytest.mark.slow) for case in FAST[1:])], ids=str)
 def test_layout_equals_one_device_over_two_epochs(case):
     check("cifar10_slim", case, 19, steps=5)
 
@@ -122,7 +122,9 @@ LOCAL = (Conv(3, use_bias=False), BatchNorm(0.9), Relu(), MaxPool(), Flatten(), 
 
 
 # Of 5 images on 4 devices, the last device has none.
-@pytest.mark.parametrize(("strategy", "size"), [("shard_map", 8), ("shard_map", 5), ("pmap", 5)])
+@pytest.mark.parametrize(
+    ("strategy", "size"), [pytest.param("shard_map", 8, marks=pytest.mark.slow), ("shard_map", 5), ("pmap", 5)]
+)
 def test_local_batch_norm_equals_each_replica_by_itself(x64, strategy, size):
     """Against NumPy: its replicas' losses, moving statistics, and the gradient along random directions."""
     digits = load_digits((8, 8, 2)).train

@@ -16,6 +16,7 @@ LOGITS = hnp.arrays(np.float64, st.tuples(st.integers(1, 9), st.integers(2, 12))
 KEYS = sample_keys(jax.random.key(3), jnp.arange(64))
 
 
+@hypothesis.settings(max_examples=20)  # each shape is dispatched anew
 @hypothesis.given(LOGITS, st.data())
 def test_hits_among_the_largest_logits(logits, data):
     labels = np.array(
@@ -51,7 +52,7 @@ def test_mixup_mixes_losses_in_the_drawn_shares(x64):
                                reference.cross_entropy(logits, labels), rtol=1e-12)  # fmt: skip
 
 
-@pytest.mark.parametrize("alpha", [0.2, 1.0, 4.0])
+@pytest.mark.parametrize("alpha", [0.2, 4.0])
 def test_shares_have_the_moments_of_their_beta_distribution(alpha):
     share = np.asarray(mixup_share(sample_keys(jax.random.key(0), jnp.arange(20_000)), alpha), np.float64)
     variance = 1 / (4 * (2 * alpha + 1))

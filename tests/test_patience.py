@@ -26,7 +26,7 @@ def plateau_by_hand(losses, factor, patience, min_delta=1e-4):
     return rates
 
 
-@hypothesis.settings(max_examples=15)  # each compiles nothing, but dispatches a hundred small operations
+@hypothesis.settings(max_examples=8)  # each compiles nothing, but dispatches a hundred small operations
 @hypothesis.given(LOSSES, st.integers(1, 4), st.data())
 def test_the_rate_falls_at_the_same_evaluations(losses, patience, data):
     """Also where the rule is saved as JSON and goes on elsewhere."""

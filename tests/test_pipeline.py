@@ -138,6 +138,7 @@ def test_registered_networks_equal_one_device(x64, network, mesh, shape, count, 
     assert difference(*results) < 1e-9
 
 
+@pytest.mark.slow
 def test_every_array_lives_on_the_devices_of_its_stage_and_is_donated():
     network = (Conv(4, strides=(2, 2), use_bias=False), BatchNorm(), Relu(), Flatten(), Dense(6), Relu(), Dense(4))
     where = layout("data=2,pipe=2", 2, "3")
@@ -208,6 +209,7 @@ def test_nothing_is_traced_again_after_the_first_step(monkeypatch):
     assert sorted(traces) == [(0, 3), (0, 3), (3, 6), (3, 6)]  # forward and evaluation
 
 
+@pytest.mark.slow
 def test_compiled_ahead_it_gives_the_same_bits_and_traces_nothing_more(monkeypatch):
     where = layout("pipe=2", 2)
     plain, ahead = (compile_steps(recipe(DENSE), where, SHAPE) for _ in range(2))

@@ -220,9 +220,10 @@ def trained(case):
 
 @pytest.mark.parametrize(
     "case",
-    [Case("data=2,fsdp=2", "shard_map"), *(pytest.param(case, marks=pytest.mark.slow) for case in LAYOUTS)],
+    [Case("data=2,fsdp=2", "shard_map"), *LAYOUTS],
     ids=str,
 )
+@pytest.mark.slow
 def test_both_together_are_the_same_on_every_layout(case):
     values = equivalence.differences(trained(case), trained(case.one_device))
     assert equivalence.agrees(values, True), values

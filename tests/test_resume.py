@@ -168,6 +168,7 @@ def test_killed_between_row_and_checkpoint(reference, tmp_path):
 # -- stopped ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sigterm(reference, tmp_path):
     folder = tmp_path / "a run"
     code, output = signal_at(lambda: steps_logged(folder) >= 9, signal.SIGTERM, folder, tmp_path / "log")
