@@ -367,8 +367,7 @@ class Fit:
         return self.signal is not None
 
     def _progress_text(self) -> str:
-        means = self.position.sums.means(self.train.task, self.classes)
-        return _in_words({name: value for name, value in means.items() if name != "top5_accuracy"})
+        return _in_words(self.position.sums.means(self.train.task, self.classes))
 
     def _check(self, state: TrainState) -> None:
         """Finite gradients can still make too large an update; no checkpoint may hold one."""
@@ -435,10 +434,9 @@ class Fit:
         self.compile_s = 0.0  # belongs to the first row that this process writes
         self.metrics_file.write(row)
         self.board.scalars(self.step, {f"epoch/{name}": value for name, value in means.items()})
-        shown = _in_words({name: value for name, value in means.items() if not name.endswith("top5_accuracy")})
         self.console.say(
-            f"epoch {row['epoch']}/{self.epochs}  step {self.step}  {shown}  lr {self.position.learning_rate:.4g}  "
-            f"{row['images_per_s']} images/s  [{self.train.name}]"
+            f"epoch {row['epoch']}/{self.epochs}  step {self.step}  {_in_words(means)}  "
+            f"lr {self.position.learning_rate:.4g}  {row['images_per_s']} images/s  [{self.train.name}]"
         )
 
     def _save(self, state: TrainState, validated: Evaluation | None, improved: bool = False) -> None:
@@ -503,4 +501,4 @@ class Fit:
 
 
 def _in_words(means: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+    return "  ".join(f"{name} {value:.4f}" for name, value in means.items() if not name.endswith("top5_accuracy"))
