@@ -1,6 +1,7 @@
 """Data sets that TensorFlow Datasets has prepared, in its ArrayRecord format; reading them loads no TensorFlow."""
 
 import importlib
+import os
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def _builder(tfds: Any, name: str) -> Any:
     """The builder of a data set by name, whose files are there."""
     errors = (ValueError, tfds.core.registered.DatasetNotFoundError, AssertionError)
     try:
-        builder = tfds.builder(name, try_gcs=False)
+        # The package reads the variable once, when it is imported; here it counts at the call.
+        builder = tfds.builder(name, data_dir=os.environ.get("TFDS_DATA_DIR"), try_gcs=False)
     except errors as error:
         reason = " ".join(str(error).partition("Available")[0].split())[:200]
         raise FileNotFoundError(f"tfds:{name}: there is no such data set ({reason}); expected {EXPECTED}") from None
