@@ -24,12 +24,14 @@ class Evaluation:
         predicted_N: Class, int32, or number, float32, of each image, in the order of the data set.
         losses_N: Loss of each image, likewise.
         seconds: Wall time.
+        probabilities_NC: Of each class, where they were asked for; rows sum to 1.
     """
 
     sums: Sums
     predicted_N: np.ndarray
     losses_N: np.ndarray
     seconds: float
+    probabilities_NC: np.ndarray | None = None
 
 
 def evaluate(
@@ -39,6 +41,7 @@ def evaluate(
     layout: Layout,
     batch_size: int,
     stopping: Callable[[], bool] = lambda: False,
+    probabilities: bool = False,
 ) -> Evaluation | None:
     """Evaluates every image once.
 
@@ -49,23 +52,28 @@ def evaluate(
         layout: Where.
         batch_size: Images at a time, over all devices.
         stopping: Asked before each batch.
+        probabilities: Keep those of all classes, too.
 
     Returns:
         What came out; None if ``stopping`` said so.
     """
     start = time.perf_counter()
     sums = Sums()
-    found: dict[str, list[np.ndarray]] = {"predicted": [], "sample_loss": []}
+    wanted = ("predicted", "sample_loss", *(["probabilities"] if probabilities else []))
+    found: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
     place = layout.rows(batch_size)
     with Feed(dataset, batches(np.arange(len(dataset)), batch_size), layout) as feed:
         for batch in feed:
             if stopping():
                 return None
-            results = jax.device_get(eval_step(state, batch))
+            results = eval_step(state, batch)
+            if not probabilities:
+                results.pop("probabilities", None)  # not worth the way to the host
+            results = jax.device_get(results)
             sums.add(results)
             for name, parts in found.items():
-                in_order_B = np.empty(batch_size, results[name].dtype)
+                in_order_B = np.empty((batch_size, *results[name].shape[1:]), results[name].dtype)
                 in_order_B[place[place >= 0]] = results[name][place >= 0]
                 parts.append(in_order_B)
-    predicted_N, losses_N = (np.concatenate(parts)[: len(dataset)] for parts in found.values())
-    return Evaluation(sums, predicted_N, losses_N, time.perf_counter() - start)
+    predicted_N, losses_N, *more = (np.concatenate(parts)[: len(dataset)] for parts in found.values())
+    return Evaluation(sums, predicted_N, losses_N, time.perf_counter() - start, *more)

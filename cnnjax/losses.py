@@ -18,6 +18,10 @@ TOP = 5
 CLASS_MEASURES = ("loss", "correct", "top5")
 NUMBER_MEASURES = ("loss", "absolute", "label", "label_square")
 
+# What evaluation keeps of each sample, by the name of `Objective.measure` for it.
+NUMBER_SAMPLES = {"predicted": "predicted", "sample_loss": "loss"}
+CLASS_SAMPLES = NUMBER_SAMPLES | {"probabilities": "probabilities"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
@@ -44,6 +48,11 @@ class Objective:
         return CLASS_MEASURES if self.label_moments is None else NUMBER_MEASURES
 
     @property
+    def samples(self) -> dict[str, str]:
+        """Names of what evaluation gives of each sample, each with its name in `measure`."""
+        return CLASS_SAMPLES if self.label_moments is None else NUMBER_SAMPLES
+
+    @property
     def unit(self) -> float:
         """What the loss is divided by for its gradient: squared errors count in deviations of the labels."""
         return 1.0 if self.label_moments is None else self.label_moments[1] ** 2
@@ -59,7 +68,8 @@ class Objective:
             keys_B: The keys of augmentation in training, None in evaluation.
 
         Returns:
-            `measures`, and ``predicted``: classes, int32, or numbers, float32; each ``[B]``.
+            `measures`, and ``predicted``: classes, int32, or numbers, float32; each ``[B]``. For classes also
+            ``probabilities``, ``[B, C]``.
         """
         outputs_BC = outputs_BC.astype(jnp.promote_types(outputs_BC.dtype, jnp.float32))
         if self.flip_test and keys_B is None:
@@ -72,7 +82,8 @@ class Objective:
         smoothing, weights = (0.0, None) if keys_B is None else (self.label_smoothing, self.class_weights)
         targets_BC = targets(batch, outputs_BC.shape[-1], smoothing, weights, share_B, outputs_BC.dtype)
         values = cross_entropy(outputs_BC, targets_BC, batch["label"])
-        return values | {"predicted": jnp.argmax(outputs_BC, -1).astype(jnp.int32)}
+        predicted_B = jnp.argmax(outputs_BC, -1).astype(jnp.int32)
+        return values | {"predicted": predicted_B, "probabilities": jax.nn.softmax(outputs_BC)}
 
 
 def targets(

@@ -9,7 +9,7 @@ import dataclasses
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +152,20 @@ class StepsFile:
         self._file.close()
 
 
-def write_predictions(path: Path, predicted: Sequence[Any], names: Sequence[str] | None = None) -> None:
-    """Writes ``ImageId,Label`` rows, in the order of the data set; images without names are counted from 1."""
+def write_predictions(
+    path: Path, predicted: Sequence[Any], names: Sequence[str] | None = None, more: Mapping[str, Sequence] | None = None
+) -> None:
+    """Writes ``ImageId,Label`` rows, in the order of the data set; images without names are counted from 1.
+
+    Args:
+        path: File.
+        predicted: What is written of each image.
+        names: Of the images.
+        more: Further columns.
+    """
+    more = more or {}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("ImageId", "Label"))
-    writer.writerows(zip(names or range(1, len(predicted) + 1), predicted, strict=True))
+    writer.writerow(("ImageId", "Label", *more))
+    writer.writerows(zip(names or range(1, len(predicted) + 1), predicted, *more.values(), strict=True))
     replace_file(path, text.getvalue())

@@ -195,7 +195,7 @@ class _Stage:
             return y
         values = self.recipe.objective.measure(y, batch)
         sums = batch_sums(self.recipe, values, batch["weight"])
-        return sums | {"predicted": values["predicted"], "sample_loss": values["loss"]}
+        return sums | {name: values[measure] for name, measure in self.recipe.objective.samples.items()}
 
 
 def _without(vjp: Any, inputs: tuple) -> Callable:

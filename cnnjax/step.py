@@ -151,14 +151,14 @@ def train_step(recipe: Recipe, layout: Layout, state: TrainState, batch: Batch) 
 
 
 def eval_step(recipe: Recipe, layout: Layout, state: TrainState, batch: Batch) -> Metrics:
-    """Sums over the batch, and each sample's prediction and loss; uses the moving average where there is one."""
+    """Sums over the batch, and `Objective.samples`; uses the moving average where there is one."""
     params = layout.whole(state.ema if recipe.ema else state.params)
     variables = {"params": params, "batch_stats": state.batch_stats}
     x_BHWC = preprocess(recipe, batch, None, train=False)
     outputs_BC, _ = forward(recipe, layout, variables, x_BHWC, None, None, train=False)
     values = recipe.objective.measure(outputs_BC, batch)
     sums = layout.total(batch_sums(recipe, values, batch["weight"]))
-    return sums | {"predicted": values["predicted"], "sample_loss": values["loss"]}
+    return sums | {name: values[measure] for name, measure in recipe.objective.samples.items()}
 
 
 def forward(recipe: Recipe, layout: Layout, variables, x_BHWC, sample_keys_B, weight_B, *, train: bool):

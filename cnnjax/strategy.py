@@ -64,7 +64,7 @@ def compile_steps(recipe: Recipe, layout: Layout, input_shape: Shape, strategy: 
     evaluate: Callable = partial(eval_step, recipe, layout)
     state, whole, batch = jax.tree.map(lambda s: s.spec, shardings), P(), P(layout.batch_axes)
     sums = dict.fromkeys((*recipe.objective.measures, "count"), whole)
-    samples = ("predicted", "sample_loss")
+    samples = tuple(recipe.objective.samples)
     if strategy == "shard_map":
         spread = partial(jax.shard_map, mesh=layout.mesh, in_specs=(state, batch), check_vma=False)
         train = spread(train, out_specs=(state, whole))

@@ -1,9 +1,9 @@
 """Predicts images with the network of a run.
 
-    python -m experiments.predict --run-dir runs/digits-... --data my_images.csv
+    python -m experiments.predict runs/digits-... --data my_images.csv
 
-Writes ``ImageId,Label`` rows; where the images have labels, it also says how many are right. Exit codes: 0 done; 2 a
-mistake in flags or files.
+Writes ``ImageId,Label`` rows, and with ``--probabilities`` a column for each class; where the images have labels, it
+also says how many are right. Exit codes: 0 done; 2 a mistake in flags or files.
 """
 
 import dataclasses
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 from cnnjax.config import UsageError, parse_image_shape
 from experiments.training import command_line
@@ -20,13 +22,15 @@ from experiments.training import command_line
 class Options:
     """Predicts images with the network of a run."""
 
-    run_dir: str
-    """Folder of the run."""
+    run: tyro.conf.Positional[str]
+    """Folder of the run, as --run-dir of training names it."""
     data: str | None = None
     """Images: as --data in training; or a CSV or .npz file without labels, an image file, or a folder of them. Of a
     data set in parts, the test set. Default: the data of the run."""
     out: str | None = None
     """File to write. Default: predictions_NAME.csv in the run."""
+    probabilities: bool = False
+    """Add a column for each class, with its probability."""
     overwrite: bool = False
     """Replace that file."""
     checkpoint: str | None = None
@@ -60,10 +64,10 @@ def predict(options: Options) -> int:
     """Reads the run and the images, and writes the predictions."""
     from cnnjax import rundir
 
-    run = Path(options.run_dir)
+    run = Path(options.run)
     config = rundir.saved_config(run)
     if config is None:
-        raise ValueError(f"--run-dir {run}: no run is there (no config.json)")
+        raise ValueError(f"RUN {run}: no run is there (no config.json)")
 
     import jax
     import numpy as np
@@ -76,8 +80,10 @@ def predict(options: Options) -> int:
 
     file = run / MODEL_FILE
     if not file.exists():
-        raise ValueError(f"--run-dir {run}: {MODEL_FILE} is missing; runs of this version have it")
+        raise ValueError(f"RUN {run}: {MODEL_FILE} is missing; runs of this version have it")
     facts = Facts.from_json(file.read_text(), str(file))
+    if options.probabilities and not facts.class_names:
+        raise ValueError(f"--probabilities: {run} predicts numbers, not classes")
     jax.config.update("jax_enable_x64", config.x64)
     own = parse_image_shape(config.image_shape)
     read_options = datasets.ReadOptions(own, config.pixel_order, config.label_column, config.task)
@@ -98,9 +104,15 @@ def predict(options: Options) -> int:
     if labels_N is None:  # any will do
         labels_N = np.zeros(len(unseen.images_NHWC), np.int32 if facts.class_names else np.float32)
     dataset = datasets.Dataset(facts.dataset, unseen.images_NHWC, labels_N, facts.class_names, unseen.source)
-    found = evaluate(steps.evaluate, state, dataset, layout, options.batch_size)
+    found = evaluate(steps.evaluate, state, dataset, layout, options.batch_size, probabilities=options.probabilities)
     assert found is not None
-    write_predictions(out, dataset.written_labels(found.predicted_N), unseen.names)
+    columns = {}
+    if found.probabilities_NC is not None:
+        columns = {
+            name: [f"{probability:.6g}" for probability in column_N]
+            for name, column_N in zip(facts.class_names, found.probabilities_NC.T, strict=True)
+        }
+    write_predictions(out, dataset.written_labels(found.predicted_N), unseen.names, columns)
     print(f"{len(dataset):,} images of {unseen.source} predicted by step {step} of {run}, written to {out}")
     if unseen.labels_N is not None:
         means = found.sums.means(dataset.task, len(facts.class_names))
@@ -116,11 +128,11 @@ def _restore(run: Path, config: Any, wanted: str | None, steps: Any) -> tuple[An
 
     folder = run / "checkpoints"
     if not folder.is_dir():
-        raise ValueError(f"--run-dir {run}: there is no checkpoint yet")
+        raise ValueError(f"RUN {run}: there is no checkpoint yet")
     checkpoints = Checkpoints(folder, config.keep, read_only=True)
     there, best = checkpoints.steps(), checkpoints.best()
     if not there:
-        raise ValueError(f"--run-dir {run}: there is no complete checkpoint yet")
+        raise ValueError(f"RUN {run}: there is no complete checkpoint yet")
     if wanted is None:
         wanted = "best" if config.early_stopping and best is not None else "newest"
     named = {"newest": there[-1], "best": best} | {str(step): step for step in there}

@@ -18,7 +18,7 @@ from cnnjax import model, networks, partition
 from cnnjax.augment import Augmentation
 from cnnjax.checkpoint import Checkpoints
 from cnnjax.config import UsageError
-from cnnjax.losses import Objective
+from cnnjax.losses import CLASS_SAMPLES, Objective
 from cnnjax.networks import BatchNorm, Conv, Dense, Dropout, Flatten, MaxPool, Relu, Residual
 from cnnjax.optim import OptimizerConfig, make_optimizer, make_schedule
 from cnnjax.partition import Layout
@@ -69,7 +69,7 @@ def train(steps, where, state, start=0, stop=STEPS, **options):
     for step in range(start, stop):
         state, metrics = steps.train(state, batch(where, step, **options))
         records.append(metrics)
-    evaluated = steps.evaluate(state, batch(where, 0, **options)) | {"predicted": 0, "sample_loss": 0}
+    evaluated = steps.evaluate(state, batch(where, 0, **options)) | dict.fromkeys(CLASS_SAMPLES, 0)
     return state, jax.device_get((records, state, evaluated))
 
 

@@ -129,6 +129,8 @@ def test_evaluation_uses_the_moving_average_and_moving_statistics(x64):
     logits, _ = reference.forward(NETWORK, params, stats, one["image"] / 255.0, train=False)
     np.testing.assert_allclose(metrics["loss"], reference.cross_entropy(logits, one["label"]).sum(), rtol=1e-9)
     assert np.array_equal(metrics["predicted"], logits.argmax(1))
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    np.testing.assert_allclose(metrics["probabilities"], powers / powers.sum(1, keepdims=True), rtol=1e-9)
 
 
 def test_draws_depend_on_seed_step_and_sample_alone(x64):
