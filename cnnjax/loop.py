@@ -4,31 +4,31 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from cnnjax import metrics, optim, partition, rundir, scores
+from cnnjax import optim, rundir, scores
 from cnnjax.checkpoint import Checkpoints
 from cnnjax.config import TrainConfig, UsageError, parse_interval
 from cnnjax.console import Console
 from cnnjax.datasets.base import Dataset
 from cnnjax.datasets.order import batches, epoch_order, num_batches
-from cnnjax.distributed import Processes, Votes
+from cnnjax.distributed import Processes
 from cnnjax.evaluation import Evaluation, evaluate
 from cnnjax.feed import Feed, abstract_batch
 from cnnjax.metrics import Sums
 from cnnjax.partition import Layout
-from cnnjax.patience import EarlyStopping, Plateau
-from cnnjax.rundir import Nowhere, RunDirectory
+from cnnjax.patience import Rules
+from cnnjax.record import Record
+from cnnjax.rundir import RunDirectory
+from cnnjax.signals import Stop
 from cnnjax.step import TrainState
 from cnnjax.strategy import Steps
-from cnnjax.tensorboard import TensorBoard
 
 
 class NotFinite(Exception):
@@ -113,15 +113,12 @@ class Fit:
         self.epoch_batches = num_batches(len(train), config.batch_size)
         self.total_steps = min(self.epochs * self.epoch_batches, config.steps or self.epochs * self.epoch_batches)
         self.position = Position()
-        self.plateau = Plateau(config.plateau_factor, config.plateau) if config.plateau else None
-        self.stopping = EarlyStopping(config.early_stopping) if config.early_stopping else None
+        self.rules = self._rules()
         self.overflows = 0  # steps in a row whose float16 gradients were no numbers
         self.step = 0  # updates whose metrics are in position.sums
         self.compile_s = self.trained_s = self.waited_s = 0.0  # of this process
-        self.asked: signal.Signals | None = None  # the signal that came to this process
-        self.signal: signal.Signals | None = None  # the one at which all processes stop
         self.processes = processes or Processes()
-        self.votes = Votes(layout.mesh) if self.processes.count > 1 else None
+        self.stop = Stop(layout.mesh, self.processes.count, folder.writes)
 
     def run(self, begun: Callable[[], None] = lambda: None) -> Result:
         """Trains until the end, a signal, or a loss that is no number.
@@ -135,7 +132,7 @@ class Fit:
             UsageError: If the checkpoint to resume from cannot be read or belongs to other data.
         """
         self.checkpoints = Checkpoints(self.folder.checkpoints, self.config.keep)
-        with self.processes.closing(self.checkpoints), self._signals():
+        with self.processes.closing(self.checkpoints), self.stop.heard():
             state = self._first_state()
             # Only now: a run that cannot be resumed like this keeps its options.
             rundir.write_config(self.folder, self.config)
@@ -143,19 +140,9 @@ class Fit:
             begun()
             if self.step >= self.total_steps or self._over():
                 self.console.say(f"the run is complete already: {self.step} steps are done")
-            self.metrics_file: metrics.MetricsFile | Nowhere = Nowhere()
-            self.steps_file: metrics.StepsFile | Nowhere = Nowhere()
-            if self.folder.writes:
-                path, more = self.folder.path / "metrics.csv", self._more_columns()
-                self.metrics_file = metrics.MetricsFile(path, self.position.epoch, more)
-                self.steps_file = metrics.StepsFile(self.folder.path / "steps.jsonl", self.step)
-            self.board: TensorBoard | Nowhere = Nowhere()
-            if self.config.tensorboard and self.folder.writes:
-                self.board = TensorBoard(self.folder.path / "tensorboard")
-            files = self.metrics_file, self.steps_file, self.board
-            with contextlib.ExitStack() as stack:
-                for file in files:
-                    stack.enter_context(contextlib.closing(file))
+            position = self.position.epoch, self.step
+            self.record = Record(self.folder, self.config, self.train, self.layout, *position)
+            with contextlib.closing(self.record):
                 self._compile(state)
                 self.console.start(self.total_steps, self.step)
                 try:
@@ -166,30 +153,9 @@ class Fit:
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM asks the loop to save and stop; a second Ctrl-C interrupts at once."""
-
-        def ask(number: int, frame: object) -> None:
-            if self.asked is not None and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.asked = signal.Signals(number)
-            if self.votes is None:
-                self.signal = self.asked
-            if not self.folder.writes:
-                return
-            with contextlib.suppress(OSError):  # nobody may be left to read it
-                os.write(2, f"{signal.Signals(number).name}: saving a checkpoint, then stopping\n".encode())
-
-        try:
-            before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not in the main thread, which alone receives signals
-            before = {}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _rules(self, numbers: dict[str, Any] | None = None) -> Rules:
+        config = self.config
+        return Rules(config.plateau, config.plateau_factor, config.early_stopping, numbers)
 
     def _identity(self) -> dict[str, Any]:
         return {"dataset": self.train.name, "samples": len(self.train)}
@@ -208,11 +174,7 @@ class Fit:
         self.step = newest
         self.total_steps = max(self.total_steps, self.step)  # --steps or --epochs may be lower than before
         del saved["data"]
-        rules = saved.pop("rules", {})
-        if self.plateau is not None:
-            self.plateau = Plateau(self.config.plateau_factor, self.config.plateau, numbers=rules["plateau"])
-        if self.stopping is not None:
-            self.stopping = EarlyStopping(self.config.early_stopping, rules["early_stopping"])
+        self.rules = self._rules(saved.pop("rules", None))
         self.position = Position(**saved | {"sums": Sums(**saved["sums"])})
         self.console.say(f"resumed from step {newest} (epoch {self.position.epoch + 1})")
         return state
@@ -224,8 +186,7 @@ class Fit:
         seen = {name: array for name, array in batch.items() if not name.startswith("other_")}
         self.train_step = self.steps.train.lower(state, batch).compile()
         self.eval_step = self.steps.evaluate.lower(state, seen).compile()
-        if self.votes is not None:
-            self.votes.cast(None).block_until_ready()
+        jax.block_until_ready(self.stop.vote())
         self.compile_s = time.perf_counter() - start
 
     # -- the epochs ---------------------------------------------------------------------------------------------------
@@ -248,41 +209,29 @@ class Fit:
             self._write_epoch(validated)
             improved = False
             if validated is not None:
-                state, improved = self._heed_loss(state, validated.sums.mean_loss)
-                at_end = at_end or (self.stopping is not None and self.stopping.over)
+                state = self._heed_loss(state, validated.sums.mean_loss)
+                improved = self.rules.best_step == self.step
+                at_end = at_end or self.rules.over
             if epoch_done:  # else --steps ended the run within the epoch, and more steps would go on from there
                 self.position = Position(epoch=number, learning_rate=self.position.learning_rate)
             due = every and (number if unit == "epochs" else self.step) % every == 0
             if due or at_end or improved:
                 self._save(state, validated, improved)
-            if at_end or self.signal is not None:
+            if at_end or self.stop.signal is not None:
                 break
         return state, validated
 
     def _over(self) -> bool:
         """Whether nothing is left to train."""
-        if self.stopping is not None and self.stopping.over:
-            return True
-        return self.step >= self.total_steps and not self.position.batch
+        return self.rules.over or (self.step >= self.total_steps and not self.position.batch)
 
-    def _heed_loss(self, state: TrainState, val_loss: float) -> tuple[TrainState, bool]:
-        """Does what the rules of `cnnjax.patience` say; returns also whether early stopping keeps this state."""
-        number = self.position.epoch + 1
-        if self.plateau is not None and self.plateau.see(val_loss):
-            factor = self.plateau.rate_factor
-            state = state.replace(opt_state=optim.set_rate_factor(state.opt_state, factor))
-            self.console.say(
-                f"epoch {number}: val_loss has not fallen for {self.config.plateau} evaluations; the learning rate is "
-                f"now {factor:.3g} times that of the schedule"
-            )
-        if self.stopping is None:
-            return state, False
-        improved = self.stopping.see(val_loss, self.step)
-        if self.stopping.over:
-            self.console.say(
-                f"epoch {number}: val_loss has not fallen for {self.config.early_stopping} evaluations; training ends"
-            )
-        return state, improved
+    def _heed_loss(self, state: TrainState, val_loss: float) -> TrainState:
+        """Does what the rules of `cnnjax.patience` say."""
+        for sentence in self.rules.see(val_loss, self.step):
+            self.console.say(f"epoch {self.position.epoch + 1}: {sentence}")
+        if self.rules.plateau is None:
+            return state
+        return state.replace(opt_state=optim.set_rate_factor(state.opt_state, self.rules.plateau.rate_factor))
 
     def _train_epoch(self, state: TrainState) -> TrainState:
         """Steps to the end of the epoch or of the run, or to a signal."""
@@ -296,8 +245,7 @@ class Fit:
             running: Any = None
             for batch in itertools.islice(feed, last - position.batch):
                 state, results = self.train_step(state, batch)
-                if self.votes is not None:
-                    results["signal"] = self.votes.cast(self.asked)
+                results |= self.stop.vote()
                 # Reading waits for the device, so the metrics of a step are read while the next one runs.
                 self._read(running)
                 running = results
@@ -309,7 +257,7 @@ class Fit:
                     self._check(state)
                     self._save(state, None)
                     start = time.perf_counter()
-                if self.signal is not None:
+                if self.stop.signal is not None:
                     break
             self._read(running)
             jax.block_until_ready(state)
@@ -322,7 +270,7 @@ class Fit:
         if results is None:
             return
         values = {name: float(value) for name, value in jax.device_get(results).items()}
-        self._heed(values.pop("signal", 0))
+        self.stop.heed(values.pop("signal", 0))
         self.position.learning_rate = float(f"{values['learning_rate']:.8g}")
         step = self.step + 1
         if not values["count"]:
@@ -338,14 +286,10 @@ class Fit:
                 raise self._not_finite(step, name, value)
         self.step, self.position.batch = step, self.position.batch + 1
         self.position.sums.add(values)
-        if step % self.config.log_every == 0 or step == 1:
-            kept = {name: value for name, value in means.items() if name in ("loss", "accuracy", "mae")}
-            self.steps_file.write(step=step, **kept, learning_rate=self.position.learning_rate)
-            if self.config.log_style == "tensorflow":
-                name, value = list(kept.items())[-1]
-                self.console.say(f"step {step}, loss = {loss:.6f}, Train {name} = {value:.4f}")
-            kept |= {"learning_rate": self.position.learning_rate, "grad_norm": values["grad_norm"]}
-            self.board.scalars(step, {f"step/{name}": value for name, value in kept.items()})
+        written = self.record.step(step, means, self.position.learning_rate, values["grad_norm"])
+        if written and self.config.log_style == "tensorflow":
+            name, value = list(written.items())[-1]
+            self.console.say(f"step {step}, loss = {loss:.6f}, Train {name} = {value:.4f}")
         self.console.progress(step, self.total_steps, self.position.epoch + 1, self.epochs, self._progress_text)
 
     def _skip(self, step: int) -> None:
@@ -355,16 +299,6 @@ class Fit:
         self.console.say(f"step {step}: float16 gradients overflow; it is left out, and the loss scale halved")
         if self.overflows >= 40:  # from 2**15 to 2**-25
             raise self._not_finite(step, "norm of the gradients, at any loss scale,", float("inf"))
-
-    def _heed(self, vote: float) -> None:
-        if vote:
-            self.signal = signal.Signals(int(vote))
-
-    def _stopping(self) -> bool:
-        """Whether a signal came to any process; all must ask."""
-        if self.votes is not None:
-            self._heed(int(self.votes.cast(self.asked)))
-        return self.signal is not None
 
     def _progress_text(self) -> str:
         return _in_words(self.position.sums.means(self.train.task, self.classes))
@@ -393,69 +327,36 @@ class Fit:
 
     def _evaluate(self, state: TrainState, dataset: Dataset) -> Evaluation | None:
         """Evaluates every image once; None if a signal came."""
-        return evaluate(self.eval_step, state, dataset, self.layout, self.config.batch_size, self._stopping)
+        return evaluate(self.eval_step, state, dataset, self.layout, self.config.batch_size, self.stop.now)
 
     @property
     def classes(self) -> int:
         """Of the data; 0 for regression."""
         return len(self.train.class_names)
 
-    def _more_columns(self) -> tuple[str, ...]:
-        if self.train.task == "regression":
-            return metrics.NUMBER_COLUMNS
-        return metrics.TOP5_COLUMNS if self.classes > 10 else ()
-
     def _write_epoch(self, validated: Evaluation | None) -> None:
-        config, sums = self.config, self.position.sums
-        means = sums.means(self.train.task, self.classes)
-        if validated is not None:
-            found = validated.sums.means(self.train.task, self.classes)
-            means |= {f"val_{name}": value for name, value in found.items()}
-        row = {
-            "network": config.network,
-            "dataset": self.train.name,
-            "framework": "jax",
-            "backend": jax.default_backend(),
-            "mesh": partition.describe(self.layout.mesh),
-            "strategy": config.strategy,
-            "bn_scope": self.layout.bn_scope,
-            "dtype": "float64" if config.x64 else config.dtype,
-            "seed": config.seed,
-            "epoch": self.position.epoch + 1,
-            "step": self.step,
-            **dict.fromkeys(("accuracy", "val_loss", "val_accuracy", *self._more_columns())),
-            **{name: value for name, value in means.items() if name in (*metrics.COLUMNS, *self._more_columns())},
-            "learning_rate": self.position.learning_rate,
-            "compile_s": round(self.compile_s, 4),
-            "train_s": round(sums.train_s, 4),
-            "eval_s": validated and round(validated.seconds, 4),
-            "images_per_s": round(sums.count / sums.train_s, 1) if sums.train_s else None,
-        }
+        position = self.position
+        numbers = position.epoch + 1, self.step, position.sums, position.learning_rate, self.compile_s
+        row, means = self.record.epoch(*numbers, validated)
         self.compile_s = 0.0  # belongs to the first row that this process writes
-        self.metrics_file.write(row)
-        self.board.scalars(self.step, {f"epoch/{name}": value for name, value in means.items()})
         self.console.say(
             f"epoch {row['epoch']}/{self.epochs}  step {self.step}  {_in_words(means)}  "
-            f"lr {self.position.learning_rate:.4g}  {row['images_per_s']} images/s  [{self.train.name}]"
+            f"lr {position.learning_rate:.4g}  {row['images_per_s']} images/s  [{self.train.name}]"
         )
 
     def _save(self, state: TrainState, validated: Evaluation | None, improved: bool = False) -> None:
         """Saves; best is the highest ``val_accuracy``; with early stopping, or regression, the lowest ``val_loss``."""
-        rules = {
-            "plateau": self.plateau and self.plateau.numbers,
-            "early_stopping": self.stopping and self.stopping.numbers,
-        }
-        position = dataclasses.asdict(self.position) | {"data": self._identity(), "rules": rules}
+        position = dataclasses.asdict(self.position) | {"data": self._identity(), "rules": self.rules.numbers}
         rating = None
-        if validated is not None and (self.stopping is None or improved):
-            by_loss = self.stopping is not None or self.train.task == "regression"
+        if validated is not None and (self.rules.stopping is None or improved):
+            by_loss = self.rules.stopping is not None or self.train.task == "regression"
             rating = -validated.sums.mean_loss if by_loss else validated.sums.accuracy
         self.checkpoints.save(self.step, state, position, dataclasses.asdict(self.config), rating)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def _finish(self, state: TrainState, validated: Evaluation | None) -> Result:
-        if self.signal is None:
+        if self.stop.signal is None:
             state, validated = self._best(state, validated)
             tested = validated if self.test is self.validation and validated else self._evaluate(state, self.test)
         else:
@@ -463,7 +364,7 @@ class Fit:
         if tested is None:
             self._save(state, None)
             self.checkpoints.wait()
-            return Result(self.step, stopped_by=self.signal)
+            return Result(self.step, stopped_by=self.stop.signal)
         means = tested.sums.means(self.train.task, self.classes)
         name = "test" if self.has_test else "validation"
         self._write_scores(state, tested, name, means)
@@ -479,15 +380,13 @@ class Fit:
 
     def _best(self, state: TrainState, validated: Evaluation | None) -> tuple[TrainState, Evaluation | None]:
         """With early stopping, the state with the lowest ``val_loss``."""
-        best = None if self.stopping is None else self.stopping.best_step
-        if self.stopping is None or best is None or best == self.step:
+        best, stopping = self.rules.best_step, self.rules.stopping
+        if stopping is None or best is None or best == self.step:
             return state, validated
         self.checkpoints.wait()
         abstract = jax.eval_shape(self.steps.init)
         state, _ = self.checkpoints.restore(best, abstract, self.steps.state_shardings)
-        self.console.say(
-            f"the weights of step {best}, with the lowest val_loss {self.stopping.lowest:.4f}, are restored"
-        )
+        self.console.say(f"the weights of step {best}, with the lowest val_loss {stopping.lowest:.4f}, are restored")
         return state, None
 
     def _write_scores(self, state: TrainState, tested: Evaluation, name: str, means: dict[str, float]) -> None:

@@ -27,6 +27,13 @@ TOP5_COLUMNS = ("top5_accuracy", "val_top5_accuracy")  # of more than ten classe
 NUMBER_COLUMNS = ("mae", "r2", "val_mae", "val_r2")  # of regression, whose accuracies are empty
 
 
+def more_columns(task: str, classes: int) -> tuple[str, ...]:
+    """Further columns of such data."""
+    if task == "regression":
+        return NUMBER_COLUMNS
+    return TOP5_COLUMNS if classes > 10 else ()
+
+
 @dataclasses.dataclass
 class Sums:
     """Measures of the samples seen so far, in float64, and the seconds that they took.

@@ -91,3 +91,61 @@ class EarlyStopping:
             return True
         self.numbers = self.numbers | {"waited": self.numbers["waited"] + 1}
         return False
+
+
+class Rules:
+    """The rules that a run asked for, each of which may be None."""
+
+    def __init__(self, plateau: int | None, factor: float, early_stopping: int | None, numbers: Numbers | None = None):
+        """Starts, or goes on from the ``numbers`` of an earlier one; a rule that it lacks starts anew.
+
+        Args:
+            plateau: Patience of `Plateau`.
+            factor: Its factor.
+            early_stopping: Patience of `EarlyStopping`.
+            numbers: What `numbers` was.
+        """
+        numbers = numbers or {}
+        self.plateau = Plateau(factor, plateau, numbers=numbers.get("plateau")) if plateau else None
+        self.stopping = EarlyStopping(early_stopping, numbers.get("early_stopping")) if early_stopping else None
+        self._patience = plateau
+        self._step = numbers.get("step")  # after which a loss was seen last
+
+    @property
+    def numbers(self) -> Numbers:
+        """The state, for a checkpoint."""
+        return {
+            "plateau": self.plateau and self.plateau.numbers,
+            "early_stopping": self.stopping and self.stopping.numbers,
+            "step": self._step,
+        }
+
+    @property
+    def over(self) -> bool:
+        """Whether training should end."""
+        return self.stopping is not None and self.stopping.over
+
+    @property
+    def best_step(self) -> int | None:
+        """Step whose weights early stopping keeps."""
+        return None if self.stopping is None else self.stopping.best_step
+
+    def see(self, loss: float, step: int) -> list[str]:
+        """Takes the validation loss after ``step`` steps; returns what to tell of it.
+
+        A run that is resumed right where it ended evaluates the same weights again, and they do not count twice.
+        """
+        if step == self._step:
+            return []
+        self._step = step
+        said = []
+        if self.plateau is not None and self.plateau.see(loss):
+            said.append(
+                f"val_loss has not fallen for {self._patience} evaluations; the learning rate is now "
+                f"{self.plateau.rate_factor:.3g} times that of the schedule"
+            )
+        if self.stopping is not None:
+            self.stopping.see(loss, step)
+            if self.stopping.over:
+                said.append(f"val_loss has not fallen for {self.stopping.patience} evaluations; training ends")
+        return said

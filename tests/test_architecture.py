@@ -18,8 +18,8 @@ ROAD = [
     {"model", "partition", "losses", "scores"},
     {"replicas"},
     {"step", "checkpoint", "rundir", "feed", "distributed"},
-    {"pipeline", "evaluation"},
-    {"strategy"},
+    {"pipeline", "evaluation", "signals"},
+    {"strategy", "record"},
     {"loop", "explain", "diagnose"},
 ]
 # Not on the road: they see files, or start processes. Nothing on the road imports them.

@@ -7,7 +7,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from cnnjax.patience import EarlyStopping, Plateau
+from cnnjax.patience import EarlyStopping, Plateau, Rules
 
 # Few values, so that equal ones and differences of exactly min_delta occur.
 LOSSES = st.lists(st.sampled_from([0.5, 0.4999, 0.49985, 0.4, 0.3, 0.29995, 0.2, 1.0, float("nan")]), max_size=30)
@@ -82,3 +82,19 @@ def test_keras_lowers_its_rate_at_the_same_evaluations():
             assert (stopper.stopped_epoch > 0) == stopping.over
             if stopping.over:
                 break
+
+
+def test_one_evaluation_seen_twice_counts_once():
+    rules = Rules(2, 0.5, 3)
+    said = [rules.see(loss, step) for step, loss in enumerate((1.0, 2.0, 2.0), 1)]
+    assert said[:2] == [[], []] and "0.5 times" in said[2][0] and not rules.over
+    again = Rules(2, 0.5, 3, json.loads(json.dumps(rules.numbers)))  # a run resumed where it had ended
+    assert again.see(2.0, 3) == [] and not again.over and again.best_step == 1
+    assert "training ends" in again.see(2.0, 4)[-1] and again.over
+
+
+def test_a_rule_added_later_starts_anew():
+    before = Rules(None, 0.5, 3)
+    before.see(1.0, 1)
+    after = Rules(2, 0.5, 3, before.numbers)
+    assert after.plateau is not None and after.plateau.rate_factor == 1 and after.best_step == 1
