@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import psutil
 
 from cnnjax import model, networks, partition
 from cnnjax.datasets.base import Dataset
 from cnnjax.datasets.order import batches, epoch_order
 from cnnjax.diagnose.findings import Finding, Severity
-from cnnjax.feed import Feed, abstract_batch, gather
+from cnnjax.diagnose.memory import examine_memory
+from cnnjax.feed import Feed, gather
 from cnnjax.losses import Objective
 from cnnjax.networks import Shape
 from cnnjax.partition import Layout
@@ -86,7 +86,7 @@ def examine_training(
         What was found; of faults that follow from another one, that one alone.
     """
     made = compile_steps(recipe, layout, input_shape, strategy)
-    if memory := _memory(made, recipe, layout, batch_size, train, input_shape, strategy):
+    if memory := examine_memory(made, recipe.objective, layout, batch_size, train.image_shape):
         return memory
     seen = Seen.of(recipe, train, layout, batch_size)
     findings = _input_scale(recipe, seen)
@@ -400,54 +400,3 @@ def _gradients(recipe: Recipe, state: TrainState, seen: Seen) -> list[Finding]:
             )
         ]  # fmt: skip
     return []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def step_bytes(made: Steps, recipe: Recipe, layout: Layout, batch_size: int, image_shape: Shape) -> int:
-    """What one training step takes on all devices together, by the compiler's account; 0 with ``pipe``."""
-    if "pipe" in layout.mesh.shape:
-        return 0
-    abstract = jax.tree.map(
-        lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
-        jax.eval_shape(made.init), made.state_shardings,
-    )  # fmt: skip
-    compiled = made.train.lower(abstract, abstract_batch(recipe.objective, layout, batch_size, image_shape)).compile()
-    memory = compiled.memory_analysis()
-    if memory is None:
-        return 0
-    each = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return (each - memory.alias_size_in_bytes) * layout.mesh.size
-
-
-def available_bytes(layout: Layout) -> int:
-    """Memory that the devices of a layout have left: that of the host for CPU devices."""
-    device = layout.mesh.devices.flat[0]
-    if device.platform == "cpu":
-        return psutil.virtual_memory().available
-    stats = device.memory_stats() or {}
-    return (stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)) * layout.mesh.size
-
-
-def _memory(
-    made: Steps, recipe: Recipe, layout: Layout, batch_size: int, train: Dataset, input_shape: Shape, strategy: str
-) -> list[Finding]:
-    available = available_bytes(layout)
-    needed = step_bytes(made, recipe, layout, batch_size, train.image_shape)
-    if not available or needed <= available:
-        return []
-    fits = 1 << (batch_size - 1).bit_length() - 1  # the largest power of two below
-    while fits > 1 and step_bytes(made, recipe, layout, fits, train.image_shape) > available:
-        fits //= 2
-    return [
-        Finding(
-            "error", "memory",
-            f"a step of {batch_size} images takes {needed / 2**30:.2f} GiB on --mesh "
-            f"{partition.describe(layout.mesh)}, but {available / 2**30:.2f} GiB are free",
-            "the run would be killed, or swap",
-            f"--batch-size {fits}, which fits; or --microbatches {math.ceil(batch_size / fits)}",
-        )
-    ]  # fmt: skip
