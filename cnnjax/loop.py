@@ -120,11 +120,12 @@ class Fit:
         self.processes = processes or Processes()
         self.stop = Stop(layout.mesh, self.processes.count, folder.writes)
 
-    def run(self, begun: Callable[[], None] = lambda: None) -> Result:
+    def run(self, begun: Callable[[], None] = lambda: None, compiled: Callable[[], None] = lambda: None) -> Result:
         """Trains until the end, a signal, or a loss that is no number.
 
         Args:
             begun: Called once it is certain that this run can go on from what is in its directory.
+            compiled: Called when both steps are compiled.
 
         Raises:
             NotFinite: If loss or gradients are NaN or infinite; the message names the step, the learning rate and the
@@ -144,6 +145,7 @@ class Fit:
             self.record = Record(self.folder, self.config, self.train, self.layout, *position)
             with contextlib.closing(self.record):
                 self._compile(state)
+                compiled()
                 self.console.start(self.total_steps, self.step)
                 try:
                     state, validated = self._epochs(state)

@@ -54,9 +54,10 @@ def diagnose(options: Options) -> int:
 
     import jax
 
-    from cnnjax import diagnose
+    from cnnjax import compile_cache, diagnose
     from experiments.assembly import Facts, choose, input_shape, make_layout, make_recipe, read_data
 
+    compile_cache.start()
     jax.config.update("jax_enable_x64", config.x64)
     layout, line = make_layout(config)
     found, config = read_data(config, cifar10.fill, "cifar10", default_shape, config.quiet)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cnnjax import datasets, networks, partition
+from cnnjax import compile_cache, datasets, networks, partition
 from cnnjax.augment import Augmentation
 from cnnjax.config import TrainConfig
 from cnnjax.datasets.base import Dataset
@@ -278,6 +278,7 @@ def agrees(values: dict[str, float], x64: bool) -> bool:
 
 def compare(options: Options) -> bool:
     """Prints the table; returns whether every layout agrees."""
+    compile_cache.start()
     jax.config.update("jax_enable_x64", options.x64)
     try:
         shape = networks.default_input_shape(options.network)

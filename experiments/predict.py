@@ -72,7 +72,7 @@ def predict(options: Options) -> int:
     import jax
     import numpy as np
 
-    from cnnjax import datasets, partition
+    from cnnjax import compile_cache, datasets, partition
     from cnnjax.evaluation import evaluate
     from cnnjax.metrics import write_predictions
     from cnnjax.strategy import compile_steps
@@ -84,6 +84,7 @@ def predict(options: Options) -> int:
     facts = Facts.from_json(file.read_text(), str(file))
     if options.probabilities and not facts.class_names:
         raise ValueError(f"--probabilities: {run} predicts numbers, not classes")
+    compile_cache.start()
     jax.config.update("jax_enable_x64", config.x64)
     own = parse_image_shape(config.image_shape)
     read_options = datasets.ReadOptions(own, config.pixel_order, config.label_column, config.task)

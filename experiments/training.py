@@ -181,15 +181,16 @@ def train(experiment: str, config: TrainConfig, fill: Callable[[str], dict[str, 
 
     import jax
 
-    from cnnjax import distributed, explain
+    from cnnjax import compile_cache, distributed, explain
 
+    cache = compile_cache.start()
     jax.config.update("jax_enable_x64", config.x64)
     with _mistakes(ValueError):
         if config.devices is not None:
             config = dataclasses.replace(config, mesh=explain.pretend(config.mesh, config.devices))
         processes = distributed.start(config.coordinator, config.num_processes, config.process_id, config.mesh)
     with processes:
-        return _train(experiment, config, fill, default_data, default_shape, processes)
+        return _train(experiment, config, fill, default_data, default_shape, processes, cache.publish)
 
 
 def _train(
@@ -199,6 +200,7 @@ def _train(
     default_data: str,
     default_shape: tuple[int, int, int],
     processes: Any,
+    compiled: Callable[[], None],
 ) -> int:
     """The rest, which the `cnnjax.distributed.Processes` of a run do in step."""
     from cnnjax import distributed, explain, rundir
@@ -278,7 +280,7 @@ def _train(
             with _mistakes(UsageError):
                 try:
                     fit = Fit(steps, layout, training, validation, splits.test, config, run, console, processes)
-                    result = fit.run(begun)
+                    result = fit.run(begun, compiled)
                 except OSError as error:
                     raise UsageError(f"--run-dir {path} cannot be written: {error}") from error
         except NotFinite as error:

@@ -5,17 +5,14 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import cifar10
 from experiments.training import main
@@ -26,34 +23,14 @@ TIMES = ("compile_s", "train_s", "eval_s", "images_per_s")
 # A network that compiles and steps in moments, on the shipped digits.
 SMALL = ("--data", "digits", "--network", "cnn2d_1layer_fullconnected_1layer", "--crop-to", "12", "--batch-size", "512")
 
-# Compiled once, not once in each of a hundred processes; no numbers depend on it.
-_CACHE = tempfile.TemporaryDirectory(prefix="cnnjax-test-")
-_CACHE_OPTIONS = {"jax_compilation_cache_dir": _CACHE.name, "jax_persistent_cache_min_compile_time_secs": 0}
-NO_CACHE = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once() -> Iterator[None]:
-    """Import it to share compiled programs within this process and with its children."""
-    before = {name: getattr(jax.config, name) for name in _CACHE_OPTIONS}
-    for options in (_CACHE_OPTIONS, before):
-        compilation_cache.reset_cache()
-        for name, value in options.items():
-            jax.config.update(name, value)
-        if options is _CACHE_OPTIONS:
-            yield
+NO_CACHE = {"CNNJAX_COMPILE_CACHE": "off"}
 
 
 def environment(**more: str) -> dict[str, str]:
     """For a child: no data of the user, no network, one kind of device, and as many of it as it asks for."""
     dropped = ("CNNJAX_DATA", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONWARNINGS")
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
-    return (
-        inherited
-        | {"CNNJAX_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        | {name.upper(): str(value) for name, value in _CACHE_OPTIONS.items()}
-        | more
-    )
+    return inherited | {"CNNJAX_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | more
 
 
 def arguments(*flags: Any) -> list[str]:

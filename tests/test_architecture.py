@@ -14,7 +14,7 @@ PACKAGE = ROOT / "cnnjax"
 ROAD = [
     {"networks", "config"},
     {"datasets", "spatial"},
-    {"augment", "metrics", "console", "ops", "optim", "patience", "tensorboard"},
+    {"augment", "compile_cache", "metrics", "console", "ops", "optim", "patience", "tensorboard"},
     {"model", "partition", "losses", "scores"},
     {"replicas"},
     {"step", "checkpoint", "rundir", "feed", "distributed"},

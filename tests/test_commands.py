@@ -13,7 +13,7 @@ import commands
 import jax
 import numpy as np
 import pytest
-from commands import ROOT, SMALL, call, compile_once, run  # noqa: F401
+from commands import ROOT, SMALL, call, run
 
 from cnnjax.checkpoint import Checkpoints
 from cnnjax.config import TrainConfig, flag

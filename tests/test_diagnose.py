@@ -6,7 +6,7 @@ import json
 import commands
 import numpy as np
 import pytest
-from commands import SMALL, call, compile_once, environment  # noqa: F401
+from commands import call
 
 from cnnjax import diagnose, networks, partition
 from cnnjax.config import TrainConfig

@@ -7,7 +7,7 @@ import sys
 import dataset_files as files
 import numpy as np
 import pytest
-from commands import call, compile_once, run  # noqa: F401
+from commands import call, run
 
 COUNT = 40
 IMAGES = files.random_images(COUNT, 0, (8, 8))

@@ -4,14 +4,14 @@ import commands
 import numpy as np
 import pandas as pd
 import pytest
-from commands import call, compile_once  # noqa: F401
+from commands import call
 
 from cnnjax.config import TrainConfig
 from cnnjax.datasets.base import Dataset
 
 
 @pytest.fixture(scope="module")
-def run_of_digits(tmp_path_factory, compile_once):  # noqa: F811
+def run_of_digits(tmp_path_factory):
     folder = tmp_path_factory.mktemp("predict") / "run"
     data = ("--data", commands.ROOT / "data" / "train.csv", "--validation-split", 0.2)
     flags = ("--network", "cnn2d_1layer_fullconnected_1layer", "--epochs", 3, "--lr", 0.1, "--flip-test")

@@ -12,13 +12,12 @@ import subprocess
 import commands
 import numpy as np
 import pytest
-from commands import (  # noqa: F401
+from commands import (
     NO_CACHE,
     ROOT,
     SMALL,
     assert_same_run,
     call,
-    compile_once,
     environment,
     run,
     start,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from commands import SMALL, call, compile_once  # noqa: F401
+from commands import SMALL, call
 
 from cnnjax import optim, partition
 from cnnjax.augment import Augmentation
