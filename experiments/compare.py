@@ -10,18 +10,20 @@ framework failed, was asked for by name and is not installed, or with --parity d
 in flags or data.
 """
 
+import contextlib
 import dataclasses
 import json
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from cnnjax import datasets, networks, report
+from cnnjax import datasets, networks, partition, report
 from cnnjax.compat import frameworks, jobs, orchestrate, parity
 from cnnjax.compat.frameworks import Framework
 from cnnjax.compat.orchestrate import Result
@@ -82,7 +84,7 @@ class Options:
     """Seconds after which a framework's process is ended."""
     run_dir: str | None = None
     """Folder of everything that is written; it must not exist. Default: runs/compare-TIME."""
-    csv: tuple[str, ...] = ()
+    csv: tuple[str, ...] | None = None
     """Compare these files instead of training: curves (metrics.csv, or Keras's CSVLogger), or predictions
     (ImageId,Label)."""
     truth: str | None = None
@@ -102,8 +104,16 @@ class Options:
                 raise ValueError(f"--{name} is {getattr(self, name)}; allowed: from 0 to below 1")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"--seed is {self.seed}; allowed: 0 to 4294967295")
-        if self.truth is not None and not self.csv:
+        if self.truth is not None and self.csv is None:
             raise ValueError("--truth goes together with --csv")
+        if self.csv is not None:
+            if not self.csv:
+                raise ValueError("--csv is empty; allowed: one file or more")
+            if twice := [name for name in self.csv if self.csv.count(name) > 1]:
+                raise ValueError(f"--csv has {twice[0]} twice")
+            if self.parity or self.frameworks != "all":
+                raise ValueError("--csv compares files that are there; --parity and --frameworks train")
+        partition.parse_mesh(self.mesh)
 
 
 class Log:
@@ -152,6 +162,8 @@ def make_plan(options: Options) -> tuple[jobs.Plan, tuple[str, ...]]:
         if options.images > len(train):
             raise ValueError(f"--images is {options.images}; allowed: 1 to {len(train)}, what {train.name} has")
         train = train.subset(np.arange(options.images))
+    if options.batch_size > len(train):
+        raise ValueError(f"--batch-size is {options.batch_size}; allowed: 1 to {len(train)}, the training images")
     network = networks.build_cnn(options.network, len(train.class_names))
     rate = options.lr or (0.001 if options.optimizer == "adam" or options.parity else 0.01)
     steps = options.steps if options.parity else options.epochs * -(-len(train) // options.batch_size)
@@ -289,7 +301,7 @@ def parity_table(
                 wrong = found.beyond(limits) if framework.exact else []
                 row["verdict"] = f"beyond: {', '.join(wrong)}" if wrong else "same"
                 if not framework.exact:
-                    row["verdict"] = "not judged: asynchronous"
+                    row["verdict"] = "not judged: which gradients count is a matter of time"
                 failed += [framework.name] * bool(wrong)
         else:
             row["verdict"] = result.status
@@ -418,17 +430,26 @@ def make_folder(options: Options, name: str) -> Path:
 
 def compare_files(options: Options) -> bool:
     """Reads results that are there already, prints what they say and writes a page."""
-    found = [report.read_results(Path(name)) for name in options.csv]
+    files = options.csv or ()
+    found = [report.read_results(Path(name)) for name in files]
     if len({one.name for one in found}) < len(found):
-        found = [dataclasses.replace(one, name=name) for one, name in zip(found, options.csv, strict=True)]
+        found = [dataclasses.replace(one, name=name) for one, name in zip(found, files, strict=True)]
     curves = [one for one in found if isinstance(one, report.Curves)]
     predictions = {one.name: one.labels for one in found if isinstance(one, report.Predictions)}
     truth = None if options.truth is None else report.read_truth(Path(options.truth))
     sections = []
+    if truth is not None and not predictions:
+        raise ValueError("--truth is the truth of predictions, but --csv has curves alone")
     if predictions:
         matrix = report.agreement(predictions, truth)
-        text = "Share of the images on which two files agree" + ("" if truth is None else ", and accuracy")
-        sections.append(report.Section("Predictions", text + ".", matrix))
+        text = "Share of the images on which two files agree" + ("" if truth is None else ", and accuracy") + "."
+        for name, labels in predictions.items():
+            counted = len(labels) if truth is None else len(labels.index.intersection(truth.index))
+            if truth is not None and not counted == len(labels) == len(truth):
+                text += (
+                    f" Of the {len(labels)} images of {name} and the {len(truth)} of the truth, {counted} are the same."
+                )
+        sections.append(report.Section("Predictions", text, matrix))
     if curves:
         sections.append(report.Section("Curves", table=report.curve_summary(curves)))
         for name in ("loss", "val_loss", "accuracy", "val_accuracy"):
@@ -447,11 +468,33 @@ def compare_files(options: Options) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within it SIGTERM unwinds the stack, so that a framework's process ends with this one."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not in the main thread, which alone receives signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     try:
         options = command_line(Options, "compare", sys.argv[1:] if arguments is None else arguments)
-        return 0 if (compare_files if options.csv else compare)(options) else 1
+        with _ended_by_sigterm():
+            return 0 if (compare_files if options.csv else compare)(options) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -2,11 +2,19 @@
 
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 
+import numpy as np
+import pandas as pd
+import psutil
 import pytest
+from commands import ROOT, environment, wait_until
 
 from cnnjax import report
-from cnnjax.compat import frameworks
+from cnnjax.compat import frameworks, parity
+from cnnjax.compat.orchestrate import Result
 from experiments import compare
 
 SMALL = ("--network", "cnn2d_1layer_fullconnected_1layer", "--data", "digits", "--images", "100", "--batch-size", "40")
@@ -110,7 +118,14 @@ def test_what_was_asked_for_by_name_must_be_there(stand_ins, monkeypatch, capfd)
         ("--epochs 0", "--epochs is 0; allowed: 1 or more"),
         ("--timeout 0", "--timeout is 0.0; allowed: above 0"),
         ("--truth x.csv", "--truth goes together with --csv"),
-        ("--csv nothing.csv", "nothing.csv"),
+        ("--csv nothing.csv", "--csv nothing.csv: No such file or directory"),
+        ("--csv", "--csv is empty; allowed: one file or more"),
+        ("--csv a.csv a.csv", "--csv has a.csv twice"),
+        ("--csv a.csv --parity", "--csv compares files that are there"),
+        ("--mesh data=x", "--mesh data=x: "),
+        ("--data digits --images 64", "--batch-size is 128; allowed: 1 to 64, the training images"),
+        ("--frameworks all,jax", "allowed: all by itself, or names of jax"),
+        ("--frameworks torch_ddp:replicas=2:replicas=4", "torch_ddp:replicas=2:replicas=4 has replicas twice"),
         ("--optimizer lion", "--optimizer is 'lion'; allowed: sgd, momentum, nesterov, adam"),
         ("--data digits --run-dir .", "--run-dir . exists; a comparison never overwrites one"),
     ],
@@ -121,6 +136,46 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capfd, flags, message):
     shown = capfd.readouterr()
     assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and message in shown.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_ends_the_process_of_the_framework_too(tmp_path):
+    flags = ["--data", "digits", "--epochs", "1000", "--frameworks", "jax", "--run-dir", str(tmp_path / "out")]
+    flags += ["--network", "cnn2d_1layer_fullconnected_1layer"]
+    command = [sys.executable, "-m", "experiments.compare", *flags]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True) as child:
+        log = tmp_path / "out" / "jax" / "runner.log"
+        wait_until(log.exists, child, "process of the framework")
+        wait_until(lambda: psutil.Process(child.pid).children(), child, "process of the framework")
+        (runner,) = psutil.Process(child.pid).children()
+        child.terminate()
+        assert child.wait(60) == 128 + signal.SIGTERM
+    runner.wait(10)
+    assert not runner.is_running()
+
+
+def test_without_test_images_parity_says_nothing_of_predictions(tmp_path):
+    steps = pd.DataFrame({"step": [1, 2], "loss": [2.0, 1.5], "ms": [1.0, 1.0]})
+    results = []
+    for name in ("jax", "twin"):
+        folder = tmp_path / name
+        folder.mkdir()
+        steps.to_csv(folder / "steps.csv", index=False)
+        for file in ("first_weights", "final_weights"):
+            np.savez(folder / f"{file}.npz", **{"dense/kernel": np.full((2, 2), 0.5)})
+        results.append(Result(name, "ok", "", folder))
+    found = parity.compare(results[1], results[0], {"dense/kernel": np.ones((2, 2))}, "sgd", 0.1)
+    assert dataclasses.astuple(found) == (0, 0, 0, 0, 0)
+
+
+def test_a_truth_of_other_images_is_said(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("ImageId,Label\n0,3\n1,4\n")
+    (tmp_path / "truth.csv").write_text("label\n4\n5\n")
+    (tmp_path / "curve.csv").write_text("epoch,loss\n0,1\n")
+    assert compare.main(["--csv", "a.csv", "--truth", "truth.csv", "--run-dir", "out"]) == 0
+    assert "Of the 2 images of a and the 2 of the truth, 1 are the same." in capfd.readouterr().out
+    assert compare.main(["--csv", "curve.csv", "--truth", "truth.csv"]) == 2
+    assert "--csv has curves alone" in capfd.readouterr().err
 
 
 def test_files_of_others_are_compared(tmp_path, monkeypatch, capfd):

@@ -42,6 +42,11 @@ def test_an_epoch_that_broke_off_leaves_a_gap(tmp_path):
         ("", "cannot be read as CSV"),
         ("ImageId,Label\n1,3\n1,4\n", "must be there once for every image"),
         ("ImageId,Label\n1,\n", "must be there once for every image"),
+        ("epoch,acc,loss\n0,0.9,1.5,7,8\n", "row 2 has 5 cells; the header has 3"),
+        ("epoch,acc,loss\n0,0.9,1.5\n1,0.6\n", "row 3 has 2 cells; the header has 3"),
+        ("epoch,acc\n0,0.9\nepoch,acc\n0,0.9\n", "row 3, column acc"),
+        ("epoch,acc\n0,abc\n", "row 2, column acc"),
+        ("epoch,acc\n0,0.5\n1,0.6\n0,0.5\n", "epoch 0 comes again in row 4"),
     ],
 )
 def test_other_files_are_refused_by_name(tmp_path, text, message):
@@ -65,6 +70,35 @@ def test_agreement_by_hand(tmp_path):
     assert matrix.loc["c"].tolist() == [1, 1, 1, 1]
     with pytest.raises(ValueError, match="a and z have no image in common"):
         report.agreement({"a": predictions["a"], "z": pd.Series(["1"], index=[99])})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("label\n3\n\n", None),
+        ("ImageId,label\n1,3\n1,4\n", "must be there once"),
+        ("ImageId,label\n1,3\n2,\n", "must be there once"),
+        ("", "cannot be read as CSV"),
+    ],
+)
+def test_damaged_truth_is_refused_by_name(tmp_path, text, message):
+    file = tmp_path / "truth.csv"
+    file.write_text(text)
+    if message is None:
+        assert report.read_truth(file).to_dict() == {1: "3"}
+        return
+    with pytest.raises(ValueError, match=re.escape(f"--truth {file}: ") + ".*" + message):
+        report.read_truth(file)
+
+
+def test_names_that_mean_the_same_and_cells_without_a_number(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("epoch,acc,accuracy,val_sparse_categorical_accuracy,loss\n0,0.5,0.9,0.4,nan\n1,0.5,0.8,,1\n")
+    table = report.read_results(file).table
+    assert table["accuracy"].tolist() == [0.9, 0.8] and table["val_accuracy"].iloc[0] == 0.4
+    assert table["loss"].isna().tolist() == [True, False]
+    (tmp_path / "b.csv").write_text("ImageId,Label\na.png,03\nb.png,4.0\n")
+    assert report.read_results(tmp_path / "b.csv").labels.to_dict() == {"a.png": "3", "b.png": "4"}
 
 
 def test_truth_needs_a_label(tmp_path):

@@ -35,7 +35,7 @@ class Framework:
     runner: str
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     modules: tuple[str, ...] = ()
-    install: str = "pip install 'cnnjax[compat]'"
+    install: str = "pip install -e '.[compat]'"
     old: bool = False
     reference: Mapping[str, str] = dataclasses.field(default_factory=dict)
     exact: bool = True
@@ -80,7 +80,7 @@ class Framework:
         return f"{', '.join(lacking)}; {self.install}" if lacking else None
 
 
-def _keras(backend: str, module: str, install: str = "pip install 'cnnjax[compat]'") -> Framework:
+def _keras(backend: str, module: str, install: str = "pip install -e '.[compat]'") -> Framework:
     name = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}[backend]
     return Framework(
         f"keras_{backend}", f"Keras 3 on {name}", "run_keras.py", {"backend": backend}, ("keras", module), install
@@ -102,11 +102,11 @@ FRAMEWORKS: dict[str, Framework] = {
         _keras("torch", "torch", "pip install keras torch"),
         Framework("tensorflow", "TensorFlow 2, tf.function", "run_tensorflow.py", {}, ("tensorflow",)),
         Framework(
-            "tensorflow_mirrored", "TensorFlow 2, MirroredStrategy over 2 virtual CPU devices", "run_tensorflow.py",
-            {"replicas": "2"}, ("tensorflow",), reference=_TWO_REPLICAS, counts=("replicas",),
+            "tensorflow_mirrored", "TensorFlow 2, MirroredStrategy over virtual CPU devices, 2 unless counted",
+            "run_tensorflow.py", {"replicas": "2"}, ("tensorflow",), reference=_TWO_REPLICAS, counts=("replicas",),
         ),
         Framework(
-            "tensorflow_ps", "TensorFlow 1 cluster on TensorFlow 2: a parameter server and 2 workers, synchronous",
+            "tensorflow_ps", "TensorFlow 1 cluster on TensorFlow 2: a parameter server and workers, 2 unless counted",
             "run_tensorflow_ps.py", {"mode": "sync"}, ("tensorflow",), reference=_TWO_REPLICAS,
             counts=("workers", "replicas_to_aggregate"),
         ),
@@ -117,7 +117,7 @@ FRAMEWORKS: dict[str, Framework] = {
         Framework("torch", "PyTorch, channels last", "run_torch.py", {}, ("torch",), _TORCH),
         Framework("torch_compiled", "the same through torch.compile", "run_torch.py", {"compile": "1"}, ("torch",),
                   _TORCH),
-        Framework("torch_ddp", "PyTorch DistributedDataParallel, 2 processes over gloo", "run_torch.py",
+        Framework("torch_ddp", "PyTorch DistributedDataParallel over gloo, 2 processes unless counted", "run_torch.py",
                   {"replicas": "2"}, ("torch",), _TORCH, reference=_TWO_REPLICAS, counts=("replicas",)),
         Framework("caffe", "trained by cnnjax, written for Caffe, read back by OpenCV", "run_caffe.py", {}, ("cv2",),
                   "pip install 'opencv-python-headless<5'"),
@@ -137,15 +137,24 @@ def parse(text: str) -> list[Framework]:
     """
     if text == "all":
         return list(FRAMEWORKS.values())
-    chosen = []
-    for part in dict.fromkeys(filter(None, map(str.strip, text.split(",")))):
+    chosen: dict[str, Framework] = {}
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if "all" in parts:
+        raise ValueError(f"--frameworks is {text!r}; allowed: all by itself, or names of {', '.join(FRAMEWORKS)}")
+    for part in parts:
         name, *given = part.split(":")
         if name not in FRAMEWORKS:
             near = difflib.get_close_matches(name, FRAMEWORKS, 1)
             hint = f"nearest: {near[0]}; " if near else ""
             raise ValueError(f"--frameworks: {name!r} is unknown; {hint}allowed: all, {', '.join(FRAMEWORKS)}")
-        options = {option: value for option, _, value in (pair.partition("=") for pair in given)}
-        chosen.append(FRAMEWORKS[name].with_options(options))
+        options: dict[str, str] = {}
+        for pair in given:
+            option, _, value = pair.partition("=")
+            if option in options:
+                raise ValueError(f"--frameworks: {part} has {option} twice")
+            options[option] = value
+        framework = FRAMEWORKS[name].with_options(options)
+        chosen[framework.name] = framework
     if not chosen:
         raise ValueError(f"--frameworks is {text!r}; allowed: all, or names of {', '.join(FRAMEWORKS)}")
-    return chosen
+    return list(chosen.values())

@@ -155,7 +155,8 @@ def _wrong(code: int, job: Path, out: Path) -> str:
     """What is wrong with a run that has ended, in one line; empty where nothing is."""
     last = _last_line(out / "runner.log")
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}" + (f"; it last said: {last}" if last else "")
+        why = ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{why}" + (f"; it last said: {last}" if last else "")
     if code:
         return last.removeprefix("error: ") if last.startswith("error: ") else f"exit code {code}: {last}"
     try:

@@ -1,6 +1,7 @@
 """From the files of results to tables, plots and one HTML page. Knows files alone, and imports no JAX."""
 
 import base64
+import csv
 import dataclasses
 import html
 import io
@@ -11,8 +12,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-# Old and new names of Keras's CSVLogger.
-_CURVES = {"acc": "accuracy", "val_acc": "val_accuracy"}
+# Names of Keras's CSVLogger, of any version, that mean the same.
+_CURVES = {
+    f"{part}{name}": f"{part}accuracy"
+    for part in ("", "val_")
+    for name in ("acc", "categorical_accuracy", "sparse_categorical_accuracy", "binary_accuracy")
+}
 _CURVE_NAMES = ("loss", "accuracy", "val_loss", "val_accuracy")
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -42,46 +47,87 @@ def read_results(path: Path) -> Curves | Predictions:
     Raises:
         ValueError: If the file is neither; names what it has and what is expected.
     """
-    try:
-        table = pd.read_csv(path, skipinitialspace=True)
-    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
-        raise ValueError(f"--csv {path}: it cannot be read as CSV: {' '.join(str(error).split())}") from None
-    table = table.rename(columns=_CURVES)
-    columns = {str(name).strip().lower(): name for name in table.columns}
+    table = _read_table(path, "--csv")
+    for old, new in _CURVES.items():
+        if old in table.columns and new not in table.columns:
+            table = table.rename(columns={old: new})
+    columns = {name.strip().lower(): name for name in table.columns}
     if {"imageid", "label"} <= columns.keys():
-        given = table.set_index(columns["imageid"])[columns["label"]]
-        labels = given.astype(str).str.removesuffix(".0")  # a column with a gap somewhere is read as 3.0, not 3
-        if not len(labels) or labels.index.duplicated().any() or given.isna().any():
-            raise ValueError(f"--csv {path}: ImageId and Label must be there once for every image")
-        return Predictions(path.stem, labels)
+        given = pd.Series(table[columns["label"]].to_numpy(), index=table[columns["imageid"]])
+        return Predictions(path.stem, _labels(given, f"--csv {path}"))
     found = [name for name in _CURVE_NAMES if name in table.columns]
     if not found or not len(table):
         raise ValueError(
-            f"--csv {path}: {len(table)} rows of {', '.join(map(str, table.columns))}; expected ImageId and Label, or "
+            f"--csv {path}: {len(table)} rows of {', '.join(table.columns)}; expected ImageId and Label, or "
             f"some of {', '.join((*_CURVE_NAMES, *_CURVES))}"
         )
-    for name in found:
-        table[name] = pd.to_numeric(table[name], errors="coerce")
-    epochs = pd.to_numeric(table["epoch"], errors="coerce") if "epoch" in table.columns else pd.Series(table.index)
+    curves = pd.DataFrame({name: _numbers(table[name], path) for name in found})
+    epochs = _numbers(table["epoch"], path) if "epoch" in table.columns else pd.Series(table.index)
+    if (again := epochs[epochs.duplicated()]).size:
+        row = again.index[0]
+        raise ValueError(
+            f"--csv {path}: epoch {again.iloc[0]:g} comes again in row {row + 2}; a file holds the epochs of one run"
+        )
     epochs = epochs - epochs.min() + 1  # CSVLogger counts from 0, metrics.csv from 1
-    return Curves(path.stem, pd.concat([epochs.rename("epoch"), table[found]], axis=1))
+    return Curves(path.stem, pd.concat([epochs.rename("epoch"), curves], axis=1))
+
+
+def _read_table(path: Path, flag: str) -> pd.DataFrame:
+    """The cells of a CSV file as text.
+
+    Raises:
+        ValueError: If it cannot be read, or a row has more or fewer cells than the header; names the flag and the row.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        table = pd.read_csv(io.StringIO(text), skipinitialspace=True, dtype=str, keep_default_na=False)
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path}: it cannot be read as CSV: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+    # pandas takes surplus cells for names of rows or drops them, and fills up what is lacking.
+    for number, row in enumerate(csv.reader(io.StringIO(text), skipinitialspace=True), start=1):
+        if row and len(row) != len(table.columns):
+            raise ValueError(f"{flag} {path}: row {number} has {len(row)} cells; the header has {len(table.columns)}")
+    return table
+
+
+def _numbers(column: pd.Series, path: Path) -> pd.Series:
+    """A column of numbers, where a cell may be empty or NaN."""
+    numbers = pd.to_numeric(column, errors="coerce")
+    wrong = numbers.isna() & ~column.str.strip().str.lower().isin(["", "nan", "na", "none"])
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise ValueError(f"--csv {path}: row {row + 2}, column {column.name}: {column.iloc[row]!r} is no number")
+    return numbers
+
+
+def _labels(given: pd.Series, source: str) -> pd.Series:
+    """Labels by image number, as the same text however they were written."""
+    numbers = pd.to_numeric(given.index.to_series(), errors="coerce")
+    labels = given.str.strip().str.removesuffix(".0")  # a column with a gap somewhere is written as 3.0, not 3
+    ids = given.index.to_series() if numbers.isna().any() else numbers  # files have names
+    if not len(given) or ids.duplicated().any() or (ids == "").any() or (labels == "").any():
+        raise ValueError(f"{source}: ImageId and Label must be there once for every image")
+    as_numbers = pd.to_numeric(labels, errors="coerce")
+    if (as_numbers % 1 == 0).all():  # 03 is 3
+        labels = as_numbers.astype("int64").astype(str)
+    return pd.Series(labels.to_numpy(), index=ids.to_numpy())
 
 
 def read_truth(path: Path) -> pd.Series:
     """True labels by image number from 1: ``ImageId,Label``, or the first column named label, class or target.
 
     Raises:
-        ValueError: If there is no such column.
+        ValueError: If there is no such column, or a label is missing or there twice.
     """
-    table = pd.read_csv(path)
-    columns = {str(name).strip().lower(): name for name in table.columns}
+    table = _read_table(path, "--truth")
+    columns = {name.strip().lower(): name for name in table.columns}
     name = next((columns[name] for name in ("label", "labels", "class", "target", "y") if name in columns), None)
     if name is None:
-        raise ValueError(
-            f"--truth {path}: its columns are {', '.join(map(str, table.columns[:8]))}; expected one named label"
-        )
+        raise ValueError(f"--truth {path}: its columns are {', '.join(table.columns[:8])}; expected one named label")
     index = table[columns["imageid"]] if "imageid" in columns else np.arange(1, len(table) + 1)
-    return pd.Series(table[name].astype(str).str.removesuffix(".0").to_numpy(), index=index)
+    return _labels(pd.Series(table[name].to_numpy(), index=index), f"--truth {path}")
 
 
 def agreement(predictions: Mapping[str, pd.Series], truth: pd.Series | None = None) -> pd.DataFrame:

@@ -193,6 +193,9 @@ def run(job, trainer, out, framework, build_s=0.0):
         evaluations.append((val_loss, val_accuracy, round(time.perf_counter() - began, 6)))
 
     clean = without_compilation(seconds, sizes)
+    notes = list(trainer.notes)
+    if len(set(sizes)) == len(sizes):
+        notes.append("every step compiled, so that images/s are not its speed: give it more images")
     rows = []
     for epoch, ((start, end), (val_loss, val_accuracy, eval_s)) in enumerate(zip(_epochs(job), evaluations)):
         part = slice(start, end)
@@ -226,7 +229,7 @@ def run(job, trainer, out, framework, build_s=0.0):
     trainer.finish(out)
     environment = {
         "framework": framework, "backend": trainer.backend, "python": platform.python_version(),
-        "versions": dict(trainer.versions, numpy=np.__version__), "notes": list(trainer.notes),
+        "versions": dict(trainer.versions, numpy=np.__version__), "notes": notes,
         "options": job.options, "mesh": trainer.mesh, "strategy": trainer.strategy, "bn_scope": trainer.bn_scope,
         "cpu_count": os.cpu_count(), "platform": platform.platform(), "build_s": round(build_s, 6),
     }  # fmt: skip
